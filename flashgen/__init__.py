@@ -1,0 +1,20 @@
+"""flashgen: the compiler that writes flash-attention kernels for any variant.
+
+``kernel = flashgen.compile(flashgen.Variant(mask=flashgen.causal)); out = kernel(q, k, v)``
+"""
+
+from .catalogue import (
+    alibi, bias, block_sparse, causal, causal_top_left, chunked, dilated, document, from_dense, global_tokens, neighborhood, padding, prefix_lm,
+    relative_bias, sliding_window, softcap, t5_bias,
+)  # fmt: skip
+from .errors import CompileError, DeviceError, DtypeError, FlashgenError, ShapeError, VariantError
+from .kernel import Aux, Kernel, compile
+from .language import input, kv_len, q_len
+from .variant import Mask, Score, Variant, mask, score
+
+__version__ = "0.1.0"
+__all__ = [
+    "Aux", "CompileError", "DeviceError", "DtypeError", "FlashgenError", "Kernel", "Mask", "Score", "ShapeError", "Variant", "VariantError",
+    "alibi", "bias", "block_sparse", "causal", "causal_top_left", "chunked", "compile", "dilated", "document", "from_dense", "global_tokens", "input",
+    "kv_len", "mask", "neighborhood", "padding", "prefix_lm", "q_len", "relative_bias", "score", "sliding_window", "softcap", "t5_bias",
+]  # fmt: skip

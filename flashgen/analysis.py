@@ -1,0 +1,102 @@
+"""Analysis: what can be proved of a form.
+
+Form -> Facts. Example: ``analyze(form).kv_bounds`` for causal is one upper limit; ``facts.sentences`` says it in prose for ``explain``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import derivative, ranges
+from .form import Form
+
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Proved properties of a variant."""
+
+    has_score: bool
+    has_mask: bool
+    kv_bounds: Any  # ranges.All | Any_ | Limit: the keys a row can see
+    q_bounds: Any
+    kv_bounded: bool  # the loop over keys has a closed form on at least one side
+    score_affine: bool  # score = a * s + c with a, c free of s
+    score_ops: int  # operations per (query, key) pair in the score
+    mask_ops: int
+    data_dependent: bool  # the mask reads captured tensors
+    loads_per_pair: int  # captured loads that no stage can hoist
+    kv_text: str  # kv_bounds in prose
+
+    @property
+    def sentences(self) -> list[str]:
+        """What was proved, for a reader."""
+        if not self.has_mask:
+            text = ["No mask: every tile is full."]
+        else:
+            text = [f"Keys of a row: {self.kv_text}." if self.kv_bounded else "No closed form for the keys of a row: every tile is classified by interval evaluation."]
+            text.append("Tiles are empty, full or partial by interval evaluation" + (" with the bounds of captured tensors over the tile." if self.data_dependent else "."))
+        if self.has_score:
+            text.append(f"Score: {'a * s + c' if self.score_affine else 'a general function of s'}, {self.score_ops} operations per pair, {self.loads_per_pair} of them loads.")
+        return text
+
+
+def analyze(form: Form) -> Facts:
+    """Prove what the tiler, the templates and explain rely on."""
+    kv, q = ranges.axis_bounds(form, "k"), ranges.axis_bounds(form, "q")
+    inner = lambda root: [  # noqa: E731 - nodes computed for every pair
+        form.nodes[i] for i in form.reachable(root) if form.nodes[i].op not in ("s", "q", "k") and ("s" in form.depends[i] or {"q", "k"} <= form.depends[i])
+    ]
+    score, mask = inner(form.score), inner(form.mask)
+    return Facts(
+        has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_bounded=kv != ranges.UNBOUNDED, score_affine=_affine(form),
+        score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
+        loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form),
+    )  # fmt: skip
+
+
+def _affine(form: Form) -> bool:
+    """d score / d s does not depend on s."""
+    if form.score < 0:
+        return True
+    graph = derivative.Graph(form)
+    slope = derivative.score_slope(graph)
+    extended = graph.extended()
+    return "s" not in extended.depends[slope]
+
+
+def describe(bounds: Any, axis: str, form: Form) -> str:
+    """Bounds in prose: ``k <= q + kv_len - q_len``. Captured numbers keep the names of the emitted text."""
+    match bounds:
+        case ranges.Limit(upper, terms, constant, divisor):
+            inside = _sum(terms, constant, form)
+            inside = inside if divisor == 1 else f"({inside}) / {divisor}"
+            return f"{axis} {'<=' if upper else '>='} {inside}"
+        case ranges.All(parts):
+            return " and ".join(describe(p, axis, form) for p in parts) or f"any {axis}"
+        case ranges.Any_(parts):
+            return "(" + " or ".join(describe(p, axis, form) for p in parts) + ")"
+    raise TypeError(bounds)
+
+
+def _sum(terms: tuple[tuple[int, int], ...], constant: int, form: Form) -> str:
+    text = ""
+    for factor, node in sorted(terms, key=lambda t: -t[0]):
+        sign = " - " if factor < 0 else " + " if text else ""
+        text += f"{sign}{'' if abs(factor) == 1 else f'{abs(factor)} * '}{_term(form, node)}"
+    if constant or not text:
+        text += f" {'+' if constant > 0 else '-'} {abs(constant)}" if text else str(constant)
+    return text.strip()
+
+
+def _term(form: Form, i: int) -> str:
+    node = form.nodes[i]
+    match node.op:
+        case "number":
+            return f"int_{node.data}"
+        case "load":
+            return f"capture_{node.data}[{', '.join(_term(form, a) for a in node.args)}]"
+        case "const":
+            return str(node.data)
+    return f"{node.op}({', '.join(_term(form, a) for a in node.args)})" if node.args else node.op

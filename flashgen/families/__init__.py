@@ -1,0 +1,103 @@
+"""Kernel families: one data record each. ``choose`` returns the first family that accepts a problem on a target.
+
+Problem, Target -> Family. Example: ``choose(problem, target).name == "cpu"``.
+Nothing here or in a family module imports sympy at module level: the warm path reads only launch rules.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..analysis import Facts
+    from ..plan import Plan
+    from ..problem import Problem
+    from ..target import Target
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A resource bound the tiler proves for a candidate: ``expr <= limit``, both in ``unit``.
+
+    ``expr`` is a sympy expression in symbols named like Plan fields (``block_q``, ``block_kv``, ``stages``, ``warps`` ...).
+    """
+
+    name: str
+    expr: Any
+    limit: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory a launch needs beside its outputs: the ``Params`` field that points at it, its dtype and element count."""
+
+    field: str
+    dtype: str
+    elements: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a call: entry name, grid, threads per block and dynamic shared memory."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The dynamic lengths of one call that launch rules may read."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    total_q: int
+    total_k: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel family. Every member is data or a pure function; there is no inheritance between families."""
+
+    name: str
+    refuse: Callable[[Problem, Target], list[str]]  # reasons against; empty means accepted
+    lattice: Callable[[Problem, Facts, Target], list[dict[str, int]]]  # candidate Plan fields, best guess first on ties
+    constraints: Callable[[Problem, Target], list[Constraint]]
+    cost: Callable[[Problem, Facts, Target], Any]  # sympy expression: predicted clocks per (query, key) pair; lower is better
+    templates: Mapping[str, str]  # "forward" | "backward" -> path below templates/
+    headers: tuple[str, ...]  # headers below templates/include the emitted file includes directly
+    params: Callable[[Problem], Sequence[tuple[str, str]]]  # extra Params fields (C type, name), workspace pointers above all
+    workspaces: Callable[[Problem, Plan, Sizes], list[Workspace]]
+    launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
+
+
+ORDER = {"cuda": ("sm80",), "cpu": ("cpu",)}  # per kind of device, the fastest family first
+
+
+def get(name: str) -> Family:
+    """The record of the family called ``name`` (``"cpu"``, ``"sm80"``)."""
+    return importlib.import_module(f".{name}", __package__).FAMILY
+
+
+def choose(problem: Problem, target: Target, forced: str | None = None) -> tuple[str, dict[str, list[str]]]:
+    """Name of the family that serves the problem, and the reasons against those passed over. Raises VariantError when none accepts it."""
+    from ..errors import VariantError
+
+    if forced is not None and forced not in ORDER[target.kind]:
+        raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(ORDER[target.kind])}.")
+    passed: dict[str, list[str]] = {}
+    for name in (forced,) if forced else ORDER[target.kind]:
+        reasons = get(name).refuse(problem, target)
+        if not reasons:
+            return name, passed
+        passed[name] = reasons
+    raise VariantError("; ".join(f"family {name}: {' '.join(reasons)}" for name, reasons in passed.items()))

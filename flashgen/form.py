@@ -1,0 +1,161 @@
+"""Form: the frozen expression graph of a variant, with numbered slots for captured tensors and numbers.
+
+Expr (one for the score, one for the mask) -> Form. Example: ``Form.of(score, mask).text`` is the canonical text that keys every cache.
+Equal forms are equal programs: only values of captures and run-time numbers may differ between them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from .language import INT, REAL, Capture, Expr
+
+COMMUTATIVE = ("and", "or")  # boolean only; float operations keep the user's order
+
+
+class Node(NamedTuple):
+    """One operation. ``args`` are indices of earlier nodes; ``data`` is a constant's value or the number of a slot."""
+
+    op: str
+    type: str
+    args: tuple[int, ...] = ()
+    data: Any = None
+
+
+class CaptureSpec(NamedTuple):
+    """What the text must know of a captured tensor."""
+
+    dtype: str
+    ndim: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """The score and mask of a variant as one graph in evaluation order. ``score`` and ``mask`` are node indices, -1 for none."""
+
+    nodes: tuple[Node, ...]
+    score: int
+    mask: int
+    captures: tuple[CaptureSpec, ...]
+    floats: int  # run-time numbers float_0 ...
+    ints: tuple[str, ...]  # types of the run-time integers int_0 ...
+    sink: bool = False
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON; ``Form.parse`` reads it back, in any process."""
+        nodes = [[n.op, n.type, list(n.args), _encode(n.data)] for n in self.nodes]
+        return json.dumps([nodes, self.score, self.mask, self.captures, self.floats, self.ints, self.sink], separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> Form:
+        nodes, score, mask, captures, floats, ints, sink = json.loads(text)
+        return Form(
+            tuple(Node(op, kind, tuple(args), _decode(data)) for op, kind, args, data in nodes),
+            score, mask, tuple(CaptureSpec(d, n) for d, n in captures), floats, tuple(ints), sink,
+        )  # fmt: skip
+
+    def reachable(self, root: int) -> set[int]:
+        """The nodes that ``root`` needs, itself included."""
+        seen: set[int] = set()
+        todo = [root] if root >= 0 else []
+        while todo:
+            i = todo.pop()
+            if i not in seen:
+                seen.add(i)
+                todo.extend(self.nodes[i].args)
+        return seen
+
+    @cached_property
+    def depends(self) -> tuple[frozenset[str], ...]:
+        """For every node, which of the symbols b, h, q, k, s it varies with."""
+        found: list[frozenset[str]] = []
+        for node in self.nodes:
+            own = frozenset((node.op,)) if node.op in ("b", "h", "q", "k", "s") else frozenset()
+            found.append(own.union(*(found[i] for i in node.args)))
+        return tuple(found)
+
+    def score_slots(self) -> tuple[int, ...]:
+        """Capture slots through which a gradient of the score can flow."""
+        loads = (self.nodes[i] for i in sorted(self.reachable(self.score)))
+        return tuple(sorted({n.data for n in loads if n.op == "load" and n.type == REAL}))
+
+
+def _encode(data: Any) -> Any:
+    return {"float": repr(data)} if isinstance(data, float) else data
+
+
+def _decode(data: Any) -> Any:
+    return float(data["float"]) if isinstance(data, dict) else data
+
+
+class Traced(NamedTuple):
+    """A Form with the values that fill its slots."""
+
+    form: Form
+    captures: tuple[Capture, ...]
+    floats: tuple[float, ...]
+    ints: tuple[int, ...]
+    score_slots: tuple[int, ...]  # captures through which a gradient of the score can flow
+
+
+def _postorder(roots: list[Expr]) -> Iterator[Expr]:
+    seen: set[int] = set()
+    for root in roots:
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            e, ready = stack.pop()
+            if ready:
+                yield e
+            elif id(e) not in seen:
+                seen.add(id(e))
+                stack.append((e, True))
+                stack.extend((a, False) for a in reversed(e.args))
+
+
+def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> Traced:
+    """Number the slots, share equal subexpressions and freeze the graph."""
+    nodes: list[Node] = []
+    index: dict[Any, int] = {}
+    place: dict[int, int] = {}
+    captures: list[Capture] = []
+    floats: list[float] = []
+    ints: list[int] = []
+    int_types: list[str] = []
+    for e in _postorder([x for x in (score, mask) if x is not None]):
+        data = e.data
+        if e.op == "load":
+            if e.data not in captures:
+                captures.append(e.data)
+            data = captures.index(e.data)
+        elif e.op == "number":
+            if e.type == REAL:
+                floats.append(e.data)
+                data = len(floats) - 1
+            else:
+                ints.append(e.data)
+                int_types.append(e.type)
+                data = len(ints) - 1
+        node = Node(e.op, e.type, tuple(place[id(a)] for a in e.args), data)
+        key = (node, math.copysign(1.0, data) if isinstance(data, float) else type(data).__name__)
+        if isinstance(data, float) and math.isnan(data):
+            key = (node.op, node.type, "nan")
+        if key not in index:
+            index[key] = len(nodes)
+            nodes.append(node)
+        place[id(e)] = index[key]
+    form = Form(
+        tuple(nodes),
+        -1 if score is None or score.op == "s" else place[id(score)],
+        -1 if mask is None else place[id(mask)],
+        tuple(CaptureSpec(c.dtype, c.ndim) for c in captures), len(floats), tuple(int_types), sink,
+    )  # fmt: skip
+    return Traced(form, tuple(captures), tuple(floats), tuple(ints), form.score_slots())
+
+
+__all__ = ["INT", "REAL", "CaptureSpec", "Form", "Node", "Traced", "linearise"]

@@ -1,0 +1,153 @@
+"""Hooks: the generated functions of a kernel (uniform, row, col, score, score_grad, capture_grads, mask, ranges, tile class).
+
+Form, Problem -> Hooks, lists of C++ lines for ``part/hooks``. Example: ALiBi's slope lands in Uniform, q + off in Row.
+Every node is computed at the earliest stage that knows its symbols: b, h -> Uniform; with q -> Row; with k -> Col; the rest per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import derivative, ranges
+from .form import Form
+from .interval import Evaluator, PrintedSpans
+from .printer import C_TYPES, Printer
+from .problem import Problem
+
+_LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads"}
+
+
+@dataclass
+class Stage:
+    """One of the structs Uniform, Row, Col: its fields and the statements that fill them."""
+
+    fields: list[tuple[str, str]] = field(default_factory=list)  # (C type, name)
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Hooks:
+    """What ``part/hooks`` prints. A function that does not exist for this variant has no lines."""
+
+    uniform: Stage
+    row: Stage
+    col: Stage
+    score: list[str]
+    score_grad: list[str]
+    capture_grads: list[str]
+    mask: list[str]
+    kv_range: list[str]
+    q_range: list[str]
+    tile_class: list[str]
+
+
+def _stage(depends: frozenset[str]) -> str | None:
+    """The struct a node belongs to, None for the innermost functions."""
+    if "s" in depends or {"q", "k"} <= depends:
+        return None
+    return "row" if "q" in depends else "col" if "k" in depends else "uniform"
+
+
+def make(form: Form, problem: Problem) -> Hooks:
+    """All hook functions of one pass."""
+    graph = derivative.Graph(form)
+    backward = problem.which == "backward"
+    slope = derivative.score_slope(graph) if backward and form.score >= 0 else -1
+    gradients = derivative.load_slopes(graph, problem.capture_grads) if backward else []
+    extended = graph.extended()
+    roots = [r for r in (form.score, form.mask, slope, *(g for _, g in gradients), *(i for i, _ in gradients)) if r >= 0]
+    stages = _Stages(extended, problem.real, roots)
+
+    score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"]) if form.score >= 0 else []
+    grad_lines = stages.function([form.score, slope], lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]) if slope >= 0 else []
+    mask_lines = stages.function([form.mask], lambda p: [f"return {p.expression(form.mask)};"]) if form.mask >= 0 else []
+    capture_lines: list[str] = []
+    if gradients:
+        wanted = [x for load, g in gradients for x in (g, *extended.nodes[load].args)]
+
+        def finish(p: Printer) -> list[str]:
+            lines = []
+            for load, g in gradients:
+                node = extended.nodes[load]
+                slot = node.data
+                offset = "0"
+                for d, a in enumerate(node.args):  # row-major offset in the contiguous gradient
+                    index = f"fg::clamp_index({p.expression(a)}, p.capture_{slot}_size_{d})"
+                    offset = index if d == 0 else f"({offset}) * p.capture_{slot}_size_{d} + {index}" if d > 1 else f"(long long){offset} * p.capture_{slot}_size_{d} + {index}"
+                lines.append(f"fg::grad_add(p.grad_{slot} + ({offset}), dscore * ({p.expression(g)}));")
+            return lines
+
+        capture_lines = stages.function(wanted, finish)
+    return Hooks(
+        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
+        _range(form, "k"), _range(form, "q"), _tile_class(form),
+    )  # fmt: skip
+
+
+class _Stages:
+    """Assigns nodes to Uniform, Row and Col and prints functions over them."""
+
+    def __init__(self, form: Form, real: str, roots: list[int]):
+        self.form, self.real = form, real
+        self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage()}
+        self.home: dict[int, str | None] = {}
+        self.field: dict[int, str] = {}
+        needed: set[int] = set()
+        for r in roots:
+            needed |= form.reachable(r)
+        for i in needed:
+            self.home[i] = _stage(form.depends[i])
+        crossing = {i for i in roots if self._storable(i)}
+        for i in needed:
+            crossing |= {a for a in form.nodes[i].args if self.home[a] != self.home[i] and self._storable(a)}
+        for i in sorted(crossing):
+            stage = self.home[i]
+            assert stage is not None
+            self.field[i] = f"{stage[0]}{len(self.stages[stage].fields)}"
+            self.stages[stage].fields.append((C_TYPES[form.nodes[i].type], self.field[i]))
+        for name in ("uniform", "row", "col"):
+            own = [i for i in sorted(crossing) if self.home[i] == name]
+            printer = Printer(form, real, lambda i, name=name: self._name(i, name))  # type: ignore[misc]
+            lines = list(printer.statements(own))
+            self.stages[name].lines = lines + [f"{name[0]}.{self.field[i]} = {printer.expression(i)};" for i in own]
+
+    def _storable(self, i: int) -> bool:
+        return self.home[i] is not None and self.form.nodes[i].op not in ("const", "number", *_LEAVES)
+
+    def _name(self, i: int, inside: str | None) -> str | None:
+        node = self.form.nodes[i]
+        if node.op in _LEAVES:
+            return _LEAVES[node.op]
+        stage = self.home.get(i)
+        if i in self.field and stage != inside:
+            return f"{str(stage)[0]}.{self.field[i]}"
+        return None
+
+    def function(self, roots: list[int], finish) -> list[str]:  # type: ignore[no-untyped-def]
+        printer = Printer(self.form, self.real, lambda i: self._name(i, None))
+        lines = list(printer.statements(roots))
+        return lines + finish(printer)
+
+
+def _tile_names() -> dict[str, str]:
+    return {"b": "fg::Span{u.b, u.b}", "h": "fg::Span{u.h, u.h}", "q": "fg::Span{q_first, q_last}", "k": "fg::Span{k_first, k_last}",
+            "q_len": "fg::Span{u.lens.q_len, u.lens.q_len}", "kv_len": "fg::Span{u.lens.kv_len, u.lens.kv_len}", "heads": "fg::Span{p.heads, p.heads}"}  # fmt: skip
+
+
+def _range(form: Form, axis: str) -> list[str]:
+    """Body of kv_range (axis k) or q_range (axis q)."""
+    length = "u.lens.kv_len" if axis == "k" else "u.lens.q_len"
+    bounds = ranges.axis_bounds(form, axis)
+    if bounds == ranges.UNBOUNDED:
+        return [f"return fg::Range{{0, {length}}};"]
+    spans = PrintedSpans(_tile_names())
+    total = ranges.axis_span(bounds, Evaluator(form, spans), spans)
+    return [*spans.lines, f"return fg::range_within({total}, {length});"]
+
+
+def _tile_class(form: Form) -> list[str]:
+    if form.mask < 0:
+        return []
+    spans = PrintedSpans(_tile_names())
+    truth = Evaluator(form, spans).span(form.mask)
+    return [*spans.lines, f"return {truth}.must ? fg::FULL : {truth}.may ? fg::PARTIAL : fg::EMPTY;"]

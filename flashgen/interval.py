@@ -1,0 +1,239 @@
+"""Intervals of a Form over a tile: one set of rules, run on Python numbers or printed as C.
+
+Form + a backend -> spans of nodes. Example: ``tile_truth(form, NumberSpans(leaves, captures, numbers))`` is the mask's (must, may) over one tile.
+The C functions are those of ``fg/interval.h``; ``NumberSpans`` is their twin, tested against brute force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .form import Form
+from .language import BOOL, INT, LONG, REAL
+
+FAR = 1 << 61
+SCAN_LIMIT = 4096
+
+
+class Spans(Protocol):
+    """A backend: makes handles for spans (integer), real spans and truths."""
+
+    def integer(self, value: int) -> Any: ...
+    def real(self, value: float) -> Any: ...
+    def leaf(self, op: str) -> Any: ...
+    def number(self, slot: int, kind: str) -> Any: ...
+    def load(self, slot: int, kind: str, indices: Sequence[Any]) -> Any: ...
+    def call(self, function: str, *args: Any) -> Any: ...
+
+
+_INTEGER = {"add": "span_add", "sub": "span_sub", "mul": "span_mul", "neg": "span_neg", "abs": "span_abs", "floordiv": "span_floordiv", "mod": "span_mod",
+            "minimum": "span_minimum", "maximum": "span_maximum"}  # fmt: skip
+_TRUTH = {"and": "truth_and", "or": "truth_or", "xor": "truth_xor", "not": "truth_not"}
+_ORDER = {"le": ("truth_le", False), "lt": ("truth_lt", False), "ge": ("truth_le", True), "gt": ("truth_lt", True), "eq": ("truth_eq", False), "ne": ("truth_ne", False)}
+
+
+class Evaluator:
+    """Spans of the nodes of a form, computed once each."""
+
+    def __init__(self, form: Form, spans: Spans):
+        self.form, self.spans, self.known = form, spans, {}  # type: ignore[var-annotated]
+
+    def span(self, i: int) -> Any:
+        if i not in self.known:
+            self.known[i] = self._evaluate(i)
+        return self.known[i]
+
+    def as_integer(self, i: int) -> Any:
+        kind = self.form.nodes[i].type
+        return self.spans.call("span_of", self.span(i)) if kind == BOOL else self.span(i)
+
+    def _as_real(self, i: int) -> Any:
+        kind = self.form.nodes[i].type
+        return self.span(i) if kind == REAL else self.spans.call("real_of", self.as_integer(i))
+
+    def _evaluate(self, i: int) -> Any:
+        node, spans = self.form.nodes[i], self.spans
+        match node.op:
+            case "const" if node.type == BOOL:
+                truth = self.spans.integer(int(node.data))
+                return spans.call("truth_of", truth)
+            case "const":
+                return spans.real(node.data) if node.type == REAL else spans.integer(node.data)
+            case "number":
+                return spans.number(node.data, node.type)
+            case "b" | "h" | "q" | "k" | "q_len" | "kv_len" | "heads":
+                return spans.leaf(node.op)
+            case "load" if node.type in (INT, LONG, BOOL):
+                loaded = spans.load(node.data, node.type, [self.as_integer(a) for a in node.args])
+                return spans.call("truth_of", loaded) if node.type == BOOL else loaded
+            case "cast" if node.type in (INT, LONG) and self.form.nodes[node.args[0]].type != REAL:
+                return self.as_integer(node.args[0])
+            case "cast" if node.type == REAL:
+                return self._as_real(node.args[0])
+            case "detach":
+                return self.span(node.args[0])
+            case "where" if node.type == BOOL:
+                return spans.call("truth_where", *(self.span(a) for a in node.args))
+            case "where" if node.type in (INT, LONG):
+                return spans.call("span_where", self.span(node.args[0]), self.as_integer(node.args[1]), self.as_integer(node.args[2]))
+            case op if op in _TRUTH and node.type == BOOL:
+                return spans.call(_TRUTH[op], *(self.span(a) for a in node.args))
+            case op if op in _ORDER:
+                function, swap = _ORDER[op]
+                real = any(self.form.nodes[a].type == REAL for a in node.args)
+                pair = [self._as_real(a) if real else self.as_integer(a) for a in node.args]
+                return spans.call(function, *(reversed(pair) if swap else pair))
+            case op if op in _INTEGER and node.type in (INT, LONG):
+                return spans.call(_INTEGER[op], *(self.as_integer(a) for a in node.args))
+        if node.type == BOOL:
+            return spans.call("truth_unknown")
+        return spans.call("real_unknown" if node.type == REAL else "span_unknown")
+
+
+def _span(lo: int, hi: int) -> tuple[int, int]:
+    return (max(lo, -FAR), min(hi, FAR))
+
+
+def _is_far(a: tuple) -> bool:
+    return a[0] <= -FAR or a[1] >= FAR
+
+
+def _mul(a: tuple, b: tuple) -> tuple:
+    if any(abs(x) >= 1 << 30 for x in (*a, *b)):
+        return (-FAR, FAR)
+    products = [x * y for x in a for y in b]
+    return (min(products), max(products))
+
+
+def _floordiv(a: tuple, b: tuple) -> tuple:
+    if b[0] != b[1] or b[0] <= 0:
+        return (-FAR, FAR)
+    return (-FAR if a[0] <= -FAR else a[0] // b[0], FAR if a[1] >= FAR else a[1] // b[0])
+
+
+def _mod(a: tuple, b: tuple) -> tuple:
+    if b[0] != b[1] or b[0] <= 0:
+        return (-FAR, FAR)
+    c = b[0]
+    return (a[0] % c, a[1] % c) if not _is_far(a) and a[0] // c == a[1] // c else (0, c - 1)
+
+
+def _neg(a: tuple) -> tuple:
+    return (-a[1], -a[0])
+
+
+def _add(a: tuple, b: tuple) -> tuple:
+    return (-FAR if min(a[0], b[0]) <= -FAR else a[0] + b[0], FAR if max(a[1], b[1]) >= FAR else a[1] + b[1])
+
+
+def _le(a: tuple, b: tuple) -> tuple:
+    certain = not (len(a) > 2 and (a[2] or b[2])) if len(a) > 2 else not (_is_far(a) or _is_far(b))
+    return (a[1] <= b[0] and certain, a[0] <= b[1])
+
+
+def _lt(a: tuple, b: tuple) -> tuple:
+    if len(a) > 2:
+        return (a[1] < b[0] and not a[2] and not b[2], a[0] < b[1])
+    return (a[1] < b[0] and not (_is_far(a) or _is_far(b)), a[0] < b[1] or a[0] <= -FAR or b[1] >= FAR)
+
+
+def _eq(a: tuple, b: tuple) -> tuple:
+    certain = not (a[2] or b[2]) if len(a) > 2 else not _is_far(a)
+    return (a[0] == a[1] == b[0] == b[1] and certain, a[0] <= b[1] and b[0] <= a[1])
+
+
+def _ne(a: tuple, b: tuple) -> tuple:
+    must, may = _eq(a, b)
+    loose = len(a) > 2 and (a[2] or b[2])
+    return (not may and not loose, not must or loose)
+
+
+_TWINS: dict[str, Callable[..., Any]] = {
+    "span_add": _add, "span_neg": _neg, "span_sub": lambda a, b: _add(a, _neg(b)), "span_mul": _mul, "span_floordiv": _floordiv, "span_mod": _mod,
+    "span_ceildiv": lambda a, b: _neg(_floordiv(_neg(a), b)),
+    "span_abs": lambda a: a if a[0] >= 0 else (_neg(a) if a[1] <= 0 else (0, max(-a[0], a[1]))),
+    "span_minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])), "span_maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "span_of": lambda a: (int(a[0]), int(a[1])), "span_unknown": lambda: (-FAR, FAR),
+    "span_where": lambda c, a, b: a if c[0] else (b if not c[1] else (min(a[0], b[0]), max(a[1], b[1]))),
+    "truth_and": lambda a, b: (a[0] and b[0], a[1] and b[1]), "truth_or": lambda a, b: (a[0] or b[0], a[1] or b[1]), "truth_not": lambda a: (not a[1], not a[0]),
+    "truth_xor": lambda a, b: ((a[0] and not b[1]) or (b[0] and not a[1]), (a[1] and not b[0]) or (b[1] and not a[0])),
+    "truth_where": lambda c, a, b: a if c[0] else (b if not c[1] else (a[0] and b[0], a[1] or b[1])),
+    "truth_unknown": lambda: (False, True), "truth_of": lambda a: ((a[0] > 0 or a[1] < 0) and not _is_far(a), a != (0, 0)),
+    "truth_le": _le, "truth_lt": _lt, "truth_eq": _eq, "truth_ne": _ne,
+    "span_below": lambda a: (-FAR, a[1]), "span_above": lambda a: (a[0], FAR), "span_meet": lambda a, b: (max(a[0], b[0]), min(a[1], b[1])),
+    "span_join": lambda a, b: b if a[0] > a[1] else (a if b[0] > b[1] else (min(a[0], b[0]), max(a[1], b[1]))),
+    "real_of": lambda a: (float(a[0]), float(a[1]), False) if not _is_far(a) else (-math.inf, math.inf, True),
+    "real_unknown": lambda: (-math.inf, math.inf, True),
+}  # fmt: skip
+
+
+class NumberSpans:
+    """The backend that computes: ``leaves`` maps q, k, ... to (lo, hi); ``captures`` are numpy arrays, ``floats`` and ``ints`` the captured numbers."""
+
+    def __init__(self, leaves: dict[str, tuple[int, int]], captures: Sequence[Any] = (), floats: Sequence[float] = (), ints: Sequence[int] = ()):
+        self.leaves, self.captures, self.floats, self.ints = leaves, captures, floats, ints
+
+    def integer(self, value: int) -> tuple:
+        return (value, value)
+
+    def real(self, value: float) -> tuple:
+        return (value, value, math.isnan(value))
+
+    def leaf(self, op: str) -> tuple:
+        return self.leaves[op]
+
+    def number(self, slot: int, kind: str) -> tuple:
+        return self.real(self.floats[slot]) if kind == REAL else self.integer(self.ints[slot])
+
+    def load(self, slot: int, kind: str, indices: Sequence[tuple]) -> tuple:
+        data = self.captures[slot]
+        boxes = [tuple(min(max(x, 0), n - 1) for x in i) for i, n in zip(indices, data.shape)]
+        part = data[tuple(slice(lo, hi + 1) for lo, hi in boxes)]
+        wide = [n for n in part.shape if n > 1]
+        if part.size == 0 or part.size > SCAN_LIMIT or len(wide) > 2:
+            return (-FAR, FAR)
+        return (int(part.min()), int(part.max()))
+
+    def call(self, function: str, *args: Any) -> Any:
+        return _TWINS[function](*args)
+
+
+class PrintedSpans:
+    """The backend that prints C: every call becomes a named constant; ``names`` maps leaves to C spans."""
+
+    def __init__(self, names: dict[str, str]):
+        self.names, self.lines, self._seen = names, [], {}  # type: ignore[var-annotated]
+
+    def _keep(self, expression: str) -> str:
+        if expression not in self._seen:
+            self._seen[expression] = f"r{len(self._seen)}"
+            self.lines.append(f"const auto {self._seen[expression]} = {expression};")
+        return self._seen[expression]
+
+    def integer(self, value: int) -> str:
+        return f"fg::Span{{{value}, {value}}}"
+
+    def real(self, value: float) -> str:
+        if math.isinf(value):
+            return f"fg::real_of({'-' if value < 0 else ''}fg::infinity<double>())"
+        return "fg::real_unknown()" if math.isnan(value) else f"fg::real_of({value!r})"
+
+    def leaf(self, op: str) -> str:
+        return self.names[op]
+
+    def number(self, slot: int, kind: str) -> str:
+        return f"fg::real_of(double(p.float_{slot}))" if kind == REAL else f"fg::Span{{p.int_{slot}, p.int_{slot}}}"
+
+    def load(self, slot: int, kind: str, indices: Sequence[str]) -> str:
+        axes = [f"fg::Axis{{{i}, p.capture_{slot}_size_{d}, p.capture_{slot}_stride_{d}}}" for d, i in enumerate(indices)]
+        return self._keep(f"fg::span_load({', '.join([f'p.capture_{slot}', *axes])})") if len(axes) <= 4 else "fg::span_unknown()"
+
+    def call(self, function: str, *args: Any) -> str:
+        return self._keep(f"fg::{function}({', '.join(args)})")
+
+
+def tile_truth(form: Form, spans: Spans) -> Any:
+    """(must, may) of the mask over the tile that the backend's leaves describe."""
+    return Evaluator(form, spans).span(form.mask)

@@ -1,0 +1,287 @@
+"""Kernel: what ``flashgen.compile`` returns, a differentiable callable that plans, emits, builds and launches on demand.
+
+Example: ``kernel = flashgen.compile(Variant(mask=causal)); out = kernel(q, k, v)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks, explain, families, ops, pipeline, settings
+from . import target as targets
+from .errors import ShapeError, VariantError
+from .form import Traced
+from .language import Capture
+from .ops import Backward, Call, Handle
+from .plan import Plan, size_class
+from .problem import Problem
+from .source import Binary
+from .target import Target
+from .variant import Variant
+
+DEFAULT_LENGTH = 4096  # of the bfloat16 problem that source(), plan(), explain() and build() describe when no tensors are given
+DEFAULT_HEAD_DIM = 128
+
+
+class Aux(NamedTuple):
+    """Statistics of each query row, float32 (float64 for float64 inputs), natural log: ``(B, Hq, Lq)``, packed ``(Hq, Tq)``.
+
+    lse: log-sum-exp of the visible scores and the sink, -inf for a row without either; differentiable.
+    max_scores: the largest visible score, without the sink; not differentiable. None when not asked for.
+    """
+
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+def compile(  # noqa: A001 - the public name is flashgen.compile
+    variant: Variant, *, target: str | None = None, family: str | None = None, deterministic: bool | None = None, tune: bool | None = None,
+    plan: Mapping[str, int] | None = None,
+) -> Kernel:  # fmt: skip
+    """A Kernel for a variant.
+
+    target: None (the device of the tensors it is called with), "cpu", "sm80", "sm86", "sm89", "sm90a", "sm100", "sm120".
+    family: force a kernel family ("cpu", "sm80"). deterministic: None follows ``torch.use_deterministic_algorithms``.
+    tune: reserved for the autotuner; None and False use the tiler's first choice. plan: Plan fields to force, e.g. ``{"block_q": 64}``.
+    Raises VariantError, DeviceError (unknown target).
+    """
+    return Kernel(variant, target=target, family=family, deterministic=deterministic, tune=tune, plan=plan)
+
+
+class Kernel:
+    """A compiled variant. Holds the captured tensors; compiled passes are shared by all kernels of equal form."""
+
+    def __init__(self, variant: Variant, *, target: str | None, family: str | None, deterministic: bool | None, tune: bool | None, plan: Mapping[str, int] | None):
+        if not isinstance(variant, Variant):
+            raise VariantError(f"flashgen.compile takes a flashgen.Variant, not {type(variant).__name__}: flashgen.compile(flashgen.Variant(mask=..., score=...)).")
+        target = target if target is not None else settings.target()
+        if target is not None:
+            targets.parse(target)
+        known = [name for names in families.ORDER.values() for name in names]
+        if family is not None and family not in known:
+            raise VariantError(f"family={family!r}: the families are {', '.join(known)}.")
+        if tune:
+            raise VariantError("tune=True: the autotuner is not available in this version; leave tune at None.")
+        if plan is not None and not all(isinstance(n, str) and isinstance(v, int) and not isinstance(v, bool) for n, v in plan.items()):
+            raise VariantError(f"plan={plan!r}: a dict from Plan field names to integers.")
+        self.variant, self.target, self.family, self.deterministic = variant, target, family, deterministic
+        self.forced = None if plan is None else tuple(sorted(plan.items()))
+        self._handles: dict[Any, str] = {}
+        if not variant.inputs:
+            for max_scores in (False, True):  # made ahead, so that a traced call only looks them up
+                for layout in ("dense", "varlen"):
+                    self._handle(self._traced({}), layout, max_scores)
+
+    # ---- calls
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, seqlens_k: Tensor | None = None, sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None,
+        dropout_p: float = 0.0, seed: int | None = None, return_aux: bool | tuple = False, layout: str = "bhld",
+    ) -> Any:  # fmt: skip
+        """Attention. q ``(B, Hq, Lq, D)``, k ``(B or 1, Hkv, Lk, D)``, v ``(B or 1, Hkv, Lk, Dv)`` -> ``(B, Hq, Lq, Dv)`` in q's dtype.
+
+        layout="blhd" takes and gives ``(B, L, H, D)``. seqlens_k: int32 ``(B,)``, keys in use per batch item. sink: float ``(Hq,)``.
+        inputs: tensors for the names of ``flashgen.input``. return_aux: True, or names of statistics -> ``(out, Aux)``.
+        Raises ShapeError, DtypeError, DeviceError or VariantError before any launch.
+        """
+        if layout not in ("bhld", "blhd"):
+            raise VariantError(f"layout={layout!r}: 'bhld' or 'blhd'.")
+        wanted = checks.aux(return_aux)
+        call, traced = self._dense(q, k, v, seqlens_k, sink, inputs, dropout_p, seed, layout)
+        out, lse, top = self._attend(call, traced, "dense", "max_scores" in wanted)
+        out = out.transpose(1, 2) if layout == "blhd" else out
+        return (out, Aux(lse if "lse" in wanted else None, top if "max_scores" in wanted else None)) if wanted or return_aux != False else out  # noqa: E712
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None, dropout_p: float = 0.0, seed: int | None = None, return_aux: bool | tuple = False,
+    ) -> Any:  # fmt: skip
+        """Attention on packed sequences: q ``(Tq, Hq, D)``, k ``(Tk, Hkv, D)``, v ``(Tk, Hkv, Dv)``, int32 offsets ``(N + 1,)`` -> ``(Tq, Hq, Dv)``.
+
+        b is the sequence number; indices, q_len and kv_len count within each sequence. Rows past the last offset: out 0, lse -inf.
+        ``aux.lse`` is ``(Hq, Tq)``. max_seqlen None is bounded by Tq and Tk, without a synchronisation.
+        """
+        wanted = checks.aux(return_aux)
+        call, traced = self._packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, inputs, dropout_p, seed)
+        out, lse, top = self._attend(call, traced, "varlen", "max_scores" in wanted)
+        return (out, Aux(lse if "lse" in wanted else None, top if "max_scores" in wanted else None)) if wanted else out
+
+    def paged(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, *, block_table: Tensor, seqlens_k: Tensor, **_: Any) -> Any:
+        """Attention on a paged KV cache; not available in this version."""
+        raise VariantError("kernel.paged is not available in this version: gather the pages and pass them to kernel(q, k, v, seqlens_k=...).")
+
+    # ---- inspection: all take any arguments of the call, and which="forward" | "backward"
+
+    def source(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
+        """The emitted text."""
+        form, problem, target = self._describe(which, q, k, v, call)
+        return pipeline.emit_source(form, problem, target, self._choose(form, problem, target)).text
+
+    def plan(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Plan:
+        """The Plan that the pass is built with."""
+        form, problem, target = self._describe(which, q, k, v, call)
+        return self._choose(form, problem, target)
+
+    def explain(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
+        """What was proved, what bounds the tile, predicted traffic and time."""
+        form, problem, target = self._describe(which, q, k, v, call)
+        shape = explain.Shape.of(q, k) if q is not None and q.dim() == 4 else explain.Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
+        numbers = self._traced(call.get("inputs") or {})
+        return explain.explain(form, problem, target, shape, family=self.family, forced=dict(self.forced or ()), numbers=numbers)
+
+    def build(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Binary:
+        """Compile now, without a call and without a GPU; the Binary carries the resource report."""
+        form, problem, target = self._describe(which, q, k, v, call)
+        return pipeline.prepare(form, problem, target, family=self.family, forced=dict(self.forced) if self.forced else None).binary
+
+    # ---- inside
+
+    def _traced(self, inputs: Mapping[str, Tensor]) -> Traced:
+        return self.variant.trace(dict(inputs)) if self.variant.inputs else self.variant.plain
+
+    def _handle(self, traced: Traced, layout: str, max_scores: bool) -> str:
+        key = (traced.form.text, layout, max_scores) if self.variant.inputs else (layout, max_scores)
+        if key not in self._handles:
+            self._handles[key] = Handle(traced.form.text, layout, True, max_scores, self.target, self.family, self.forced).text
+        return self._handles[key]
+
+    def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, layout: str) -> tuple[Call, Traced]:
+        q, k, v = _autocast(q, k, v)
+        given = checks.given_inputs(self.variant.inputs, inputs)
+        checks.dropout(dropout_p, seed)
+        checks.tensors(self.variant, self._kind(q), {"q": q, "k": k, "v": v}, 4, "(batch, heads, length, head_dim)" if layout == "bhld" else "(batch, length, heads, head_dim)")
+        if layout == "blhd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        checks.dense(q, k, v)
+        batch = q.shape[0]
+        if k.shape[0] != batch:
+            k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
+        if seqlens_k is not None:
+            checks.seqlens(seqlens_k, batch, k.shape[2], q.device)
+        checks.sink(self.variant, sink, q.shape[1], q.device)
+        traced = self._traced(given)
+        captures = _resolve(traced.captures, given, q.device)
+        checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
+        return Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
+
+    def _packed(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any) -> tuple[Call, Traced]:
+        q, k, v = _autocast(q, k, v)
+        given = checks.given_inputs(self.variant.inputs, inputs)
+        checks.dropout(dropout_p, seed)
+        checks.tensors(self.variant, self._kind(q), {"q": q, "k": k, "v": v}, 3, "(rows, heads, head_dim)")
+        checks.packed(q, k, v, cu_q, cu_k)
+        checks.sink(self.variant, sink, q.shape[1], q.device)
+        lengths = []
+        for name, given_max, cu, rows in (("max_seqlen_q", max_q, cu_q, q.shape[0]), ("max_seqlen_k", max_k, cu_k, k.shape[0])):
+            if given_max is not None and (isinstance(given_max, bool) or not isinstance(given_max, int) or given_max < 0):
+                raise VariantError(f"{name}={given_max!r}: a non-negative integer or None.")
+            longest = rows if given_max is None else min(given_max, rows)
+            if checks.readable(cu):
+                real = int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
+                if given_max is not None and given_max < real:
+                    raise ShapeError(f"{name}={given_max}: the longest sequence has {real} rows.")
+                longest = real
+            lengths.append(longest)
+        traced = self._traced(given)
+        for capture in traced.captures:
+            if {"Q", "K"} & {x for x in capture.expect or () if isinstance(x, str)}:
+                raise ShapeError("from_dense and a bias with query or key dimensions do not fit packed sequences: use a function of b, q_idx and kv_idx.")
+        captures = _resolve(traced.captures, given, q.device)
+        checks.captures(traced.captures, captures, {"B": cu_q.shape[0] - 1, "H": q.shape[1], "Q": lengths[0], "K": lengths[1]}, q.device)
+        return Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1]), traced
+
+    def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
+        text = self._handle(traced, layout, max_scores)
+        slots = traced.score_slots
+        differentiable = [call.q, call.k, call.v, *(call.captures[n] for n in slots)]
+        if call.sink is not None:
+            differentiable.append(call.sink)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
+            return ops.forward(text, call)
+        numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k)
+        captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
+        return ops.Attention.apply(text, (self._is_deterministic(), slots), numbers, *call[:7], *captures)
+
+    def _is_deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+
+    def _scale(self, q: Tensor) -> float:
+        return float(q.shape[-1]) ** -0.5 if self.variant.scale is None else self.variant.scale
+
+    def _kind(self, q: Any) -> str:
+        if hasattr(q, "device") and q.device.type not in ("cpu", "cuda"):
+            raise checks.DeviceError(f"q is on {q.device}: CPU and CUDA tensors are supported.")
+        return q.device.type if hasattr(q, "device") else "cpu"
+
+    def _choose(self, form: Any, problem: Problem, target: Target) -> Plan:
+        return pipeline.choose_plan(form, problem, target, self.family, dict(self.forced) if self.forced else None)
+
+    def _describe(self, which: str, q: Any, k: Any, v: Any, call: dict[str, Any]) -> tuple[Any, Problem, Target]:
+        """Form, Problem and Target that a call with these arguments has; no tensors: a bfloat16 problem of DEFAULT_LENGTH."""
+        if which not in ("forward", "backward"):
+            raise VariantError(f"which={which!r}: 'forward' or 'backward'.")
+        if q is None:
+            traced = self._traced(call.get("inputs") or {})
+            dims = self.variant.head_dim or (DEFAULT_HEAD_DIM, DEFAULT_HEAD_DIM)
+            slots = tuple(n for n in traced.score_slots if (t := traced.captures[n].tensor) is not None and t.requires_grad)
+            target = targets.parse(self.target) if self.target else self._present()
+            size = size_class(DEFAULT_LENGTH, DEFAULT_LENGTH)
+            sign = 1 if self.variant.scale is None else (self.variant.scale > 0) - (self.variant.scale < 0)
+            return traced.form, Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, capture_grads=slots if which == "backward" else (), size=size), target
+        varlen = "cu_seqlens_q" in call
+        wanted = checks.aux(call.pop("return_aux", False))
+        layout = call.pop("layout", "bhld")
+        keys = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k") if varlen else ("seqlens_k",)
+        common = [call.pop("sink", None), call.pop("inputs", None), call.pop("dropout_p", 0.0), call.pop("seed", None)]
+        first = [call.pop(n, None) for n in keys]
+        if call:
+            raise VariantError(f"unknown arguments {', '.join(call)}.")
+        made, traced = self._packed(q, k, v, *first, *common) if varlen else self._dense(q, k, v, *first, *common, layout)
+        target = targets.parse(self.target) if self.target else ops.resolve_target(None, made.q.device)
+        handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted)
+        made = ops._prepared(made)
+        aligned = ops._aligned([made.q, made.k, made.v])
+        if which == "forward":
+            return traced.form, ops.forward_problem(handle, made, aligned), target
+        wants = [t.requires_grad for t in (q, k, v)]
+        slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]
+        wants = wants if any(wants) or slots_list else [True] * 3
+        backward = Backward(made.q, None, made.q, made.q, wants, slots_list, self._is_deterministic())
+        return traced.form, ops.backward_problem(handle, made, backward, aligned), target
+
+    def _present(self) -> Target:
+        return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.variant!r}, target={self.target!r})"
+
+
+def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast, q, k and v take its dtype (float64 stays); captured tensors keep theirs."""
+    if not (hasattr(q, "device") and torch.is_autocast_enabled(q.device.type)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))  # type: ignore[return-value]
+
+
+def _resolve(captures: tuple[Capture, ...], inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors of this call: captured ones as they are now, inputs as given, derived ones computed anew."""
+    memo: dict[int, Any] = {}
+    found = [_replay(c, inputs, memo) for c in captures]
+    return [t.to(device) if t.dim() == 0 and t.device.type == "cpu" and device.type != "cpu" else t for t in found]
+
+
+def _replay(capture: Capture, inputs: Mapping[str, Tensor], memo: dict[int, Any]) -> Tensor:
+    if capture.name is not None:
+        return inputs[capture.name]
+    if capture.recipe is None:
+        return capture.tensor
+    if id(capture) not in memo:
+        function, args, kwargs = capture.recipe
+        fresh = lambda x: _replay(x, inputs, memo) if isinstance(x, Capture) else [fresh(y) for y in x] if isinstance(x, list) else tuple(map(fresh, x)) if isinstance(x, tuple) else x  # noqa: E731
+        memo[id(capture)] = function(*fresh(args), **{n: fresh(x) for n, x in kwargs.items()})
+    return memo[id(capture)]

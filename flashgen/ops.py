@@ -1,0 +1,355 @@
+"""Torch operators and autograd: one family of operators without autograd formulas under an old-style autograd.Function.
+
+A string names the kernel in the operators' arguments: a Handle's JSON, resolvable in any process. In eager mode the Function calls
+the launcher directly; under torch.compile, functorch or a dispatch mode it goes through the operators.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import target as targets
+from .errors import DeviceError, VariantError
+from .families import Sizes
+from .form import Form
+from .launch import Loaded, load
+from .pipeline import prepare
+from .plan import size_class
+from .problem import Problem
+
+
+class Handle(NamedTuple):
+    """What names a kernel across processes: the form and the options that are not in the tensors."""
+
+    form: str
+    layout: str = "dense"
+    lse: bool = True
+    max_scores: bool = False
+    target: str | None = None
+    family: str | None = None
+    plan: tuple[tuple[str, int], ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self, separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def parse_handle(text: str) -> tuple[Handle, Form]:
+    values = json.loads(text)
+    handle = Handle(*(tuple(tuple(x) if isinstance(x, list) else x for x in v) if isinstance(v, list) else v for v in values))
+    return handle, Form.parse(handle.form)
+
+
+class Call(NamedTuple):
+    """One call's tensors and numbers, as the operators take them."""
+
+    q: Tensor  # dense (B, H, L, D); varlen (T, H, D)
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    seqlens_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    captures: list[Tensor]
+    floats: list[float]
+    ints: list[int]
+    scale: float
+    max_q: int  # longest query sequence (varlen); dense: Lq
+    max_k: int
+
+
+_executables: dict[Any, Loaded] = {}
+_locks: dict[Any, threading.Lock] = {}
+_lock = threading.Lock()
+
+
+def resolve_target(name: str | None, device: torch.device) -> targets.Target:
+    """The chip to build for; DeviceError when a forced target is not the tensors' device."""
+    native = targets.detect(device.index or 0) if device.type == "cuda" else targets.detect_cpu()
+    if name is not None and name != native.name:
+        raise DeviceError(f"the kernel was compiled with target={name!r}, but the tensors are on {device} ({native.name}): use target=None, or build() and source() only.")
+    return native
+
+
+@lru_cache(maxsize=64)
+def _target(name: str | None, device: torch.device) -> targets.Target:
+    return resolve_target(name, device)
+
+
+def loaded(handle: Handle, form: Form, problem: Problem, device: torch.device) -> Loaded:
+    """The loaded pass of a problem, prepared once per device; threads that ask at once wait for one build."""
+    key = (handle.form, handle.target, handle.family, handle.plan, problem, device)
+    found = _executables.get(key)
+    if found is None:
+        with _lock:
+            lock = _locks.setdefault(key, threading.Lock())
+        with lock:
+            found = _executables.get(key)
+            if found is None:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise VariantError("this kernel is not built yet and a CUDA graph is being captured: make one warm-up call of the same kind before capturing.")
+                chip = _target(handle.target, device)
+                executable = prepare(form, problem, chip, family=handle.family, forced=dict(handle.plan) if handle.plan else None)
+                found = _executables[key] = load(executable, device)
+    return found
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Rows whose elements are adjacent; anything else is copied."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _aligned(tensors: list[Tensor]) -> bool:
+    size = tensors[0].element_size()
+    return all(t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 or n <= 1 for s, n in zip(t.stride()[:-1], t.shape[:-1])) for t in tensors)
+
+
+def _like(t: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """An output with t's shape but ``last`` columns, its dimensions in t's memory order, rows adjacent."""
+    shape = (*t.shape[:-1], last)
+    if t.dim() == 4 and t.stride(1) < t.stride(2) and t.shape[1] > 1:
+        return torch.empty((shape[0], shape[2], shape[1], last), dtype=dtype, device=t.device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=t.device)
+
+
+def _statistics(q: Tensor) -> Tensor:
+    """An lse-shaped tensor: (B, H, L), or (H, T) for packed sequences."""
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+
+
+def _sizes(c: Call) -> Sizes:
+    if c.q.dim() == 4:
+        return Sizes(c.q.shape[0], c.q.shape[1], c.k.shape[1], c.q.shape[2], c.k.shape[2], c.q.shape[2], c.k.shape[2])
+    assert c.cu_seqlens_q is not None
+    return Sizes(c.cu_seqlens_q.shape[0] - 1, c.q.shape[1], c.k.shape[1], c.max_q, c.max_k, c.q.shape[0], c.k.shape[0])
+
+
+def _strides(name: str, t: Tensor) -> dict[str, int]:
+    if t.dim() == 4:
+        b, h, l = t.stride()[:3]  # noqa: E741 - the axis names of the argument struct
+    else:
+        b, (l, h) = 0, t.stride()[:2]  # noqa: E741
+    return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_l": l}
+
+
+def _arguments(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) -> dict[str, Any]:
+    values: dict[str, Any] = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "q_len": sizes.q_len, "kv_len": sizes.kv_len, "scale": c.scale}
+    for name, t in tensors.items():
+        values[name] = t.data_ptr()
+        values |= _strides(name, t)
+    values |= {"lse_stride_b": stat.stride(0) if stat.dim() == 3 else 0, "lse_stride_h": stat.stride(-2)}
+    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"):
+        t = getattr(c, name)
+        if t is not None:
+            values[name] = t.data_ptr()
+    for n, t in enumerate(c.captures):
+        values[f"capture_{n}"] = t.data_ptr()
+        for d in range(t.dim()):
+            values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
+    values |= {f"float_{n}": x for n, x in enumerate(c.floats)}
+    values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
+    return values
+
+
+def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
+    return Problem(
+        dtype=str(c.q.dtype)[6:], head_dim_qk=c.q.shape[-1], head_dim_v=c.v.shape[-1], group=c.q.shape[1] // c.k.shape[1], layout=handle.layout,
+        sink=c.sink is not None, seqlens_k=c.seqlens_k is not None, scale_sign=(c.scale > 0) - (c.scale < 0), aligned=aligned,
+        size=size_class(*((c.q.shape[2], c.k.shape[2]) if c.q.dim() == 4 else (c.max_q, c.max_k))), **fields,
+    )  # fmt: skip
+
+
+def _prepared(c: Call) -> Call:
+    """Rows adjacent, the sink and the integer tensors as the kernels read them, no capture without an element."""
+    real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
+    integers = {n: t.contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
+    captures = [t if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
+    sink = None if c.sink is None else c.sink.detach().to(real).contiguous()
+    return c._replace(q=_rows(c.q), k=_rows(c.k), v=_rows(c.v), sink=sink, captures=captures, **integers)
+
+
+def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, max_scores; those not wanted are empty."""
+    handle, form = parse_handle(text)
+    c = _prepared(call)
+    out = _like(c.q, c.v.shape[-1], c.q.dtype)
+    stat = _statistics(c.q)
+    top = torch.empty_like(stat) if handle.max_scores else stat.new_empty(0)
+    if out.numel() == 0 and stat.numel() == 0:
+        return out, stat, top
+    sizes = _sizes(c)
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
+    if handle.layout == "varlen":  # rows that belong to no sequence
+        out.zero_(), stat.fill_(float("-inf"))
+        if handle.max_scores:
+            top.fill_(float("-inf"))
+    problem = forward_problem(handle, c, _aligned(list(tensors.values())))
+    arguments = _arguments(c, sizes, tensors, stat)
+    arguments |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr()}
+    loaded(handle, form, problem, c.q.device).start(arguments, sizes, c.q.device)
+    return out, stat, top
+
+
+class Backward(NamedTuple):
+    """What a backward takes beside the Call. ``slots`` are the captures whose gradient is wanted."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    wanted: list[bool]  # dq, dk, dv
+    slots: list[int]
+    deterministic: bool
+
+
+def backward_problem(handle: Handle, c: Call, b: Backward, aligned: bool) -> Problem:
+    return _problem(
+        handle, c, aligned, which="backward", deterministic=b.deterministic, dlse=b.dlse is not None, dq=b.wanted[0], dk=b.wanted[1], dv=b.wanted[2],
+        capture_grads=tuple(b.slots),
+    )  # fmt: skip
+
+
+def forward_problem(handle: Handle, c: Call, aligned: bool) -> Problem:
+    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores)
+
+
+def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
+    handle, form = parse_handle(text)
+    c = _prepared(call)
+    lse = b.lse
+    dq, dk, dv = (_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
+    delta = torch.empty_like(lse)
+    grads = [torch.zeros(c.captures[n].shape, dtype=lse.dtype, device=lse.device) for n in b.slots]
+    gradients = {n: t for n, t, w in zip(("dq", "dk", "dv"), (dq, dk, dv), b.wanted) if w}
+    if lse.numel() == 0 or handle.layout == "varlen":  # no rows, or rows and keys that belong to no sequence
+        for t in (*gradients.values(), delta):
+            t.zero_()
+    if lse.numel() == 0:
+        return dq, dk, dv, delta, grads
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(b.dout), **gradients}
+    sizes = _sizes(c)
+    arguments = _arguments(c, sizes, tensors, lse)
+    arguments |= {"lse": lse.data_ptr(), "delta": delta.data_ptr()}
+    dlse = None if b.dlse is None else b.dlse.to(lse.dtype).contiguous()
+    if dlse is not None:
+        arguments["dlse"] = dlse.data_ptr()
+    for n, g in zip(b.slots, grads):
+        arguments[f"grad_{n}"] = g.data_ptr()
+    problem = backward_problem(handle, c, b, _aligned(list(tensors.values())))
+    loaded(handle, form, problem, c.q.device).start(arguments, sizes, c.q.device)
+    return dq, dk, dv, delta, grads
+
+
+_COMMON = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] captures, "
+    "float[] floats, int[] ints, float scale, SymInt max_q, SymInt max_k"
+)
+_library = torch.library.Library("flashgen", "DEF")
+_library.define(f"forward(str handle, {_COMMON}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"backward(str handle, {_COMMON}, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, int[] slots, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", lambda handle, *a: run_forward(handle, Call(*a)), _key)
+    _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _key)
+
+
+def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    c = Call(*a)
+    q = c.q if c.q.stride(-1) == 1 else c.q.contiguous()
+    stat = _statistics(q)
+    return _like(q, c.v.shape[-1], q.dtype), stat, torch.empty_like(stat) if parse_handle(handle)[0].max_scores else stat.new_empty(0)
+
+
+def _fake_backward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    c, b = Call(*a[:13]), Backward(*a[13:])
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (c.q, c.k, c.v)]
+    dq, dk, dv = (_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip(rows, b.wanted))
+    return dq, dk, dv, torch.empty_like(b.lse), [b.lse.new_empty(c.captures[n].shape) for n in b.slots]
+
+
+torch.library.register_fake("flashgen::forward", _fake_forward, lib=_library)
+torch.library.register_fake("flashgen::backward", _fake_backward, lib=_library)
+
+
+def _direct(*tensors: Tensor | None) -> bool:
+    """Eager, plain tensors: the operators' dispatch can be skipped."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()) and all(
+        t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors
+    )
+
+
+def forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: the launcher in eager mode, else the operator."""
+    return run_forward(text, call) if _direct(call.q, call.k, call.v) else torch.ops.flashgen.forward(text, *call)
+
+
+def _backward(text: str, call: Call, b: Backward) -> Any:
+    return run_backward(text, call, b) if _direct(call.q, b.dout) else torch.ops.flashgen.backward(text, *call, *b)
+
+
+class _Once(torch.autograd.Function):
+    """Marks gradients as not differentiable again, with flashgen's own error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise VariantError("a second derivative of attention is not supported: take one derivative only, or use flashgen.reference for it.")
+
+
+class Attention(torch.autograd.Function):
+    """forward(q, k, v, sink, handle, backward options, numbers ..., captures) -> out, lse, max_scores."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, options: tuple, numbers: tuple, q: Tensor, k: Tensor, v: Tensor, sink: Any, seqlens_k: Any, cu_q: Any, cu_k: Any, *captures: Tensor) -> Any:
+        floats, ints, scale, max_q, max_k = numbers
+        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, list(captures), list(floats), list(ints), scale, max_q, max_k)
+        out, lse, top = forward(text, call)
+        ctx.save_for_backward(q, k, v, sink, seqlens_k, cu_q, cu_k, out, lse, *captures)
+        ctx.text, ctx.options, ctx.numbers = text, options, numbers
+        ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
+        return out, lse, top
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
+        q, k, v, sink, seqlens_k, cu_q, cu_k, out, lse, *captures = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (10 + len(captures))
+        floats, ints, scale, max_q, max_k = ctx.numbers
+        deterministic, score_slots = ctx.options
+        needs = ctx.needs_input_grad
+        slots = [n for n in score_slots if needs[10 + n]]
+        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, captures, list(floats), list(ints), scale, max_q, max_k)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wanted = [bool(needs[3]), bool(needs[4]), bool(needs[5])]
+        dq, dk, dv, delta, grads = _backward(ctx.text, call, Backward(dout, dlse, out, lse, wanted, slots, deterministic))
+        dsink = None
+        if sink is not None and needs[6]:
+            # the sink's column of P, exp(sink - lse), has no value row: its dS is -P * delta, where delta already holds -dlse
+            logit = sink.detach().to(lse.dtype).view(-1, 1)
+            p = torch.where(torch.isneginf(lse), torch.zeros_like(lse), torch.exp(logit - lse))
+            rows = -(p * delta)
+            dsink = (rows.sum((0, 2)) if lse.dim() == 3 else rows.sum(1)).to(sink.dtype)
+        found: list[Tensor | None] = [dq if needs[3] else None, dk if needs[4] else None, dv if needs[5] else None, dsink, None, None, None]
+        per_slot: list[Tensor | None] = [None] * len(captures)
+        for n, g in zip(slots, grads):
+            per_slot[n] = g.reshape(captures[n].shape).to(captures[n].dtype) if captures[n].numel() else torch.zeros_like(captures[n])
+        result = [*found, *per_slot]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            result = [None if g is None else _Once.apply(dout, g) for g in result]
+        return (None, None, None, *result)

@@ -1,0 +1,98 @@
+"""The driver: Form, Problem, Target -> Executable, through the cache.
+
+Example: ``prepare(form, problem, target).plan``. Cold, it reads: plan, emit, build. Warm, an index entry gives the plan and the binary's key,
+and neither sympy nor jinja2 is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import abi, build, cache, families, settings
+from .errors import CompileError
+from .form import Form
+from .plan import Plan
+from .problem import Problem
+from .source import Binary
+from .target import Target
+
+if TYPE_CHECKING:
+    from .plan import Candidate
+    from .source import Source
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A planned and compiled pass, not yet loaded on a device."""
+
+    form: Form
+    problem: Problem
+    target: Target
+    plan: Plan
+    params: abi.Params
+    binary: Binary
+
+
+def ranked(form: Form, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> list[Candidate]:
+    """The tiler's candidates, best first."""
+    from .analysis import analyze
+    from .plan import candidates
+
+    return candidates(analyze(form), problem, target, family, forced)
+
+
+def emit_source(form: Form, problem: Problem, target: Target, plan: Plan) -> Source:
+    from .emit import Spec, emit
+
+    return emit(Spec(form, problem, plan, target))
+
+
+def choose_plan(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> Plan:
+    """The first plan that fits, of the family that serves the problem."""
+    from .analysis import analyze
+    from .plan import plan
+
+    name, _ = families.choose(problem, target, family)
+    return plan(analyze(form), problem, target, name, forced)
+
+
+def prepare(form: Form, problem: Problem, target: Target, *, family: str | None = None, forced: Mapping[str, int] | None = None) -> Executable:
+    """Plan, emit and build one pass, or find it in the cache."""
+    store = cache.current()
+    use_index = settings.override() is None and settings.dump() is None
+    key = cache.digest(form.text, problem, target, family, dict(forced or {}), cache.package_digest(), build.compiler_version(target))
+    entry = store.get_index(key) if use_index else None
+    if entry is not None:
+        binary = store.get_binary(entry["binary"])
+        if binary is not None:
+            plan = Plan(entry["family"], problem.which, tuple((n, v) for n, v in entry["fields"]))
+            return _executable(form, problem, target, plan, binary)
+    plan, binary_key, binary = _compile_first_clean(form, problem, target, family, forced)
+    store.put_index(key, {"binary": binary_key, "family": plan.family, "fields": [list(f) for f in plan.fields]})
+    return _executable(form, problem, target, plan, binary)
+
+
+def _compile_first_clean(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> tuple[Plan, str, Binary]:
+    """Build the best plan; a 16-bit GPU kernel that spills is refused and the tiler's next plan taken, up to a handful."""
+    first = choose_plan(form, problem, target, family, forced)
+    binary_key, binary = build.build_cached(emit_source(form, problem, target, first), target)
+    strict = target.kind == "cuda" and problem.dtype_bytes == 2 and forced is None
+    if not strict or not binary.report.faults:
+        return first, binary_key, binary
+    for candidate in ranked(form, problem, target, first.family)[1:6]:
+        if candidate.rejected:
+            break
+        try:
+            key, other = build.build_cached(emit_source(form, problem, target, candidate.plan), target)
+        except CompileError:
+            continue
+        if not other.report.faults:
+            return candidate.plan, key, other
+    return first, binary_key, binary  # all of them spill (a heavy score function): right, and slower
+
+
+def _executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
+    extras = tuple(families.get(plan.family).params(problem))
+    return Executable(form, problem, target, plan, abi.params(form, problem, extras), binary)

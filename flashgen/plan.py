@@ -1,0 +1,101 @@
+"""Plan: tile sizes, stages, warps and the like, chosen by the tiler and proven to fit before anything compiles.
+
+Facts, Problem, Target -> Plan. Example: ``plan(facts, problem, target).block_q``. The budgets and costs are sympy expressions of the family records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import families
+from .errors import VariantError
+from .problem import Problem
+from .target import Target
+
+if TYPE_CHECKING:
+    from .analysis import Facts
+
+FEW_ROWS = 16  # query rows (times the group where a family packs it) up to which a call counts as decoding
+SHORT_KEYS = 1024  # keys up to which prologue and tail dominate
+
+
+def size_class(q_len: int, kv_len: int) -> str:
+    """"few" | "short" | "long": within a class a new length never recompiles."""
+    return "few" if q_len <= FEW_ROWS else "short" if kv_len <= SHORT_KEYS else "long"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers a kernel is built with. ``family`` names the record; ``fields`` are its tile numbers, printed as constexprs."""
+
+    family: str
+    which: str
+    fields: tuple[tuple[str, int], ...]  # sorted by name: block_q, block_kv, stages, warps ...
+
+    def __getattr__(self, name: str) -> int:
+        for key, value in object.__getattribute__(self, "fields"):
+            if key == name:
+                return value
+        raise AttributeError(name)
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(self.fields)
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.which}: " + ", ".join(f"{name}={value}" for name, value in self.fields)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point of the lattice with the verdict of every budget. ``rejected`` holds the violated inequalities as text; empty means proven to fit."""
+
+    plan: Plan
+    cost: float
+    usage: tuple[tuple[str, int, int, str], ...]  # (budget, used, limit, unit)
+    rejected: tuple[str, ...]
+
+    @property
+    def binding(self) -> tuple[str, int, int, str]:
+        """The budget closest to its limit."""
+        return max(self.usage, key=lambda u: u[1] / u[2])
+
+
+def candidates(facts: Facts, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> list[Candidate]:
+    """Every lattice point, best first; those that do not fit come last, with the inequality that fails."""
+    import sympy
+
+    record = families.get(family)
+    forced = dict(forced or {})
+    points = [{**p, **forced} for p in record.lattice(problem, facts, target)]
+    known = set().union(*points) if points else set()
+    unknown = set(forced) - set(record.lattice(problem, facts, target)[0]) if points else set()
+    if unknown:
+        raise VariantError(f"plan={{{', '.join(sorted(unknown))}}}: no such field of family {family}; its fields are {', '.join(sorted(known - unknown))}.")
+    constraints = record.constraints(problem, target)
+    cost = sympy.sympify(record.cost(problem, facts, target))
+    found: dict[Plan, Candidate] = {}
+    for point in points:
+        chosen = Plan(family, problem.which, tuple(sorted(point.items())))
+        if chosen in found:
+            continue
+        values = {sympy.Symbol(name): value for name, value in point.items()}
+        usage, rejected = [], []
+        for c in constraints:
+            used = int(sympy.ceiling(sympy.sympify(c.expr).subs(values)))
+            usage.append((c.name, used, c.limit, c.unit))
+            if used > c.limit:
+                rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
+        found[chosen] = Candidate(chosen, float(cost.subs(values)), tuple(usage), tuple(rejected))
+    return sorted(found.values(), key=lambda c: (bool(c.rejected), c.cost))
+
+
+def plan(facts: Facts, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> Plan:
+    """The tiler's first choice. Raises VariantError naming the inequality when nothing fits."""
+    ranked = candidates(facts, problem, target, family, forced)
+    if not ranked:
+        raise VariantError(f"family {family} has no plan for {problem}.")
+    if ranked[0].rejected:
+        raise VariantError(f"no plan of family {family} fits {target.name}: {'; '.join(ranked[0].rejected)}. Choose a smaller head_dim or other plan fields.")
+    return ranked[0].plan

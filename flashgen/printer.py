@@ -1,0 +1,164 @@
+"""Printer: nodes of a form -> C++ text, strict, typed, in the user's own order of operations.
+
+Node -> expression string. Example: ``k <= q + kv_len - q_len`` prints as ``k <= q + (u.lens.kv_len - u.lens.q_len)``.
+The same text compiles for the host and the device; functions are those of ``fg/base.h`` and ``fg/math.h``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from .errors import VariantError
+from .form import Form, Node
+from .language import BOOL, INT, LONG, REAL, ROUNDING, UNARY_REAL
+
+C_TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
+STORAGE_TYPES = {
+    "bool": "unsigned char", "uint8": "unsigned char", "int8": "signed char", "int16": "short", "int32": "int", "int64": "long long",
+    "float16": "fg::f16", "bfloat16": "fg::bf16", "float32": "float", "float64": "double",
+}  # fmt: skip
+
+# C++ precedence, loosest first
+_OR, _XOR, _AND, _EQ, _LESS, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = range(10)
+_INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "eq": ("==", _EQ), "ne": ("!=", _EQ), "lt": ("<", _LESS), "le": ("<=", _LESS),
+          "gt": (">", _LESS), "ge": (">=", _LESS)}  # fmt: skip
+_CALLS = {"minimum": "minimum", "maximum": "maximum", "pow": "pow", "fmod": "fmod", "atan2": "atan2", "sign": "sign"}
+
+
+def real_literal(value: float, real: str) -> str:
+    if math.isnan(value):
+        return "fg::not_a_number<real>()"
+    if math.isinf(value):
+        return ("-" if value < 0 else "") + "fg::infinity<real>()"
+    text = repr(float(value))
+    return text + "f" if real == "float" else text
+
+
+class Printer:
+    """Prints nodes whose arguments are either inlined (used once) or named.
+
+    ``name(i)`` returns the C++ name under which node i is already available (a struct field, a parameter), or None.
+    """
+
+    def __init__(self, form: Form, real: str, name: Callable[[int], str | None]):
+        self.form, self.real, self.name = form, real, name
+        self.lines: list[str] = []
+        self.local: dict[int, str] = {}
+        self.uses: dict[int, int] = {}
+
+    def statements(self, roots: Iterable[int]) -> list[str]:
+        """Print what the roots need; afterwards ``expression(root)`` gives each one's text. Returns the lines of named temporaries."""
+        roots = list(roots)
+        needed: set[int] = set()
+        stack = list(roots)
+        for r in roots:
+            self.uses[r] = self.uses.get(r, 0) + 1
+        while stack:
+            i = stack.pop()
+            if i in needed or self.name(i) is not None:
+                continue
+            needed.add(i)
+            for a in self.form.nodes[i].args:
+                self.uses[a] = self.uses.get(a, 0) + 1
+                stack.append(a)
+        for i in sorted(needed):
+            node = self.form.nodes[i]
+            if node.op in ("const", "number") or (self.uses[i] == 1 and node.op != "load"):
+                continue
+            text = self._print(node)[0]
+            self.local[i] = f"t{len(self.local)}"
+            self.lines.append(f"const {C_TYPES[node.type]} {self.local[i]} = {text};")
+        return self.lines
+
+    def expression(self, i: int, level: int = 0) -> str:
+        text, precedence = self._reference(i)
+        return f"({text})" if precedence < level else text
+
+    def _reference(self, i: int) -> tuple[str, int]:
+        known = self.name(i) or self.local.get(i)
+        return (known, _ATOM) if known else self._print(self.form.nodes[i])
+
+    def _call(self, function: str, node: Node) -> tuple[str, int]:
+        return f"fg::{function}({', '.join(self.expression(a) for a in node.args)})", _ATOM
+
+    def _print(self, node: Node) -> tuple[str, int]:
+        match node.op:
+            case "const":
+                return self._constant(node)
+            case "number":
+                return (f"p.float_{node.data}" if node.type == REAL else f"p.int_{node.data}"), _ATOM
+            case "load":
+                return self._load(node), _ATOM
+            case "cast" | "detach":
+                inner = self.expression(node.args[0])
+                return (f"{C_TYPES[node.type]}({inner})" if " " not in C_TYPES[node.type] else f"(({C_TYPES[node.type]})({inner}))"), _ATOM
+            case "neg":
+                return f"-{self.expression(node.args[0], _UNARY + 1)}", _UNARY
+            case "not":
+                return f"{'!' if node.type == BOOL else '~'}{self.expression(node.args[0], _UNARY + 1)}", _UNARY
+            case "abs":
+                return self._call("abs" if node.type == REAL else "int_abs", node)
+            case "where":
+                condition, a, b = (self.expression(x, _OR) for x in node.args)
+                return f"({condition} ? {a} : {b})", _ATOM
+            case "and" | "or" | "xor":
+                return self._bits(node)
+            case "shl" | "shr":
+                a, b = self.expression(node.args[0], _SHIFT + 1), self.expression(node.args[1], _SHIFT + 1)
+                return f"{a} {'<<' if node.op == 'shl' else '>>'} {b}", _SHIFT
+            case "div":
+                return f"{self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)}", _PRODUCT
+            case "floordiv" | "mod" | "truncdiv":
+                return self._integer_division(node)
+            case "minimum" | "maximum" if node.type != REAL:
+                return self._call({"minimum": "int_min", "maximum": "int_max"}[node.op], node)
+            case op if op in _INFIX:
+                sign, level = _INFIX[op]
+                a, b = self.expression(node.args[0], level), self.expression(node.args[1], level + 1)
+                return f"{a} {sign} {b}", level
+            case op if op in _CALLS or op in UNARY_REAL or op in ROUNDING:
+                return self._call(_CALLS.get(op, op), node)
+        raise VariantError(f"the operation {node.op} cannot be printed.")  # a new op of the language needs a case here
+
+    def _constant(self, node: Node) -> tuple[str, int]:
+        if node.type == BOOL:
+            return ("true" if node.data else "false"), _ATOM
+        if node.type == REAL:
+            text = real_literal(node.data, self.real)
+        else:
+            text = f"{node.data}" if node.type == INT else f"{node.data}ll"
+            if node.data in (-(2**31), -(2**63)):
+                text = f"({node.data + 1} - 1)" if node.type == INT else f"({node.data + 1}ll - 1)"
+        return text, _UNARY if text.startswith("-") else _ATOM
+
+    def _load(self, node: Node) -> str:
+        slot = node.data
+        offset = " + ".join(f"fg::clamp_index({self.expression(a)}, p.capture_{slot}_size_{d}) * p.capture_{slot}_stride_{d}" for d, a in enumerate(node.args)) or "0"
+        element = f"p.capture_{slot}[{offset}]"
+        match node.type:
+            case "real":
+                return f"real(fg::to_real({element}))"
+            case "bool":
+                return f"({element} != 0)"
+        return f"int({element})" if node.type == INT else element
+
+    def _bits(self, node: Node) -> tuple[str, int]:
+        # & and | of conditions rather than && and ||: no branches, so that loops vectorise
+        sign, level = {"and": ("&", _AND), "or": ("|", _OR), "xor": ("^", _XOR)}[node.op]
+        a, b = (self.expression(x, _SHIFT if self.form.nodes[x].op not in (node.op,) else level) for x in node.args)
+        return f"{a} {sign} {b}", level
+
+    def _integer_division(self, node: Node) -> tuple[str, int]:
+        if node.type == REAL:
+            a, b = (self.expression(x) for x in node.args)
+            if node.op == "mod":
+                return f"fg::remainder({a}, {b})", _ATOM
+            return f"fg::{'floor' if node.op == 'floordiv' else 'trunc'}({self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)})", _ATOM
+        divisor = self.form.nodes[node.args[1]]
+        power = divisor.op == "const" and divisor.data > 0 and divisor.data & (divisor.data - 1) == 0
+        if power and node.op == "floordiv":  # an arithmetic shift floors, also below zero
+            return f"{self.expression(node.args[0], _SHIFT + 1)} >> {divisor.data.bit_length() - 1}", _SHIFT
+        if power and node.op == "mod":
+            return f"{self.expression(node.args[0], _AND + 1)} & {divisor.data - 1}", _AND
+        return self._call({"floordiv": "floordiv", "mod": "floormod", "truncdiv": "truncdiv"}[node.op], node)

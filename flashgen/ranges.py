@@ -1,0 +1,195 @@
+"""Loop bounds: the keys that a tile of query rows can see (and the rows that a tile of keys can be seen by) from the mask's affine predicates.
+
+Form + axis -> Bounds, a small tree of one-sided limits. Example: for ``causal`` and axis "k" the upper limit is floor(q + kv_len - q_len).
+sympy extracts the coefficient of the axis; the rest is extremised over the tile by interval rules (see ``interval``). sympy's inequality solvers
+are not used: they gave a wrong answer on an ``Or`` and fail on floor division.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .form import Form
+from .interval import Evaluator, Spans
+from .language import INT, LONG, REAL
+
+_FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """axis <= floor(rest / divisor) (upper) or axis >= ceil(rest / divisor) (lower); rest is a sum of coefficient * node, plus a constant."""
+
+    upper: bool
+    terms: tuple[tuple[int, int], ...]  # (coefficient, node)
+    constant: int
+    divisor: int
+
+
+@dataclass(frozen=True)
+class All:
+    """Every bound holds (a conjunction); the empty one bounds nothing."""
+
+    parts: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Any_:  # noqa: N801 - the dual of All; `Any` is typing's
+    """At least one holds: the hull of the parts."""
+
+    parts: tuple[Any, ...]
+
+
+UNBOUNDED = All()
+
+
+class _Extractor:
+    def __init__(self, form: Form, axis: str):
+        self.form, self.axis = form, axis
+        self.linear: dict[int, Any] = {}
+
+    def bounds(self, i: int, positive: bool = True) -> Any:
+        node = self.form.nodes[i]
+        match node.op:
+            case "not":
+                return self.bounds(node.args[0], not positive)
+            case "and" | "or":
+                parts = tuple(self.bounds(a, positive) for a in node.args)
+                if (node.op == "and") == positive:
+                    kept = tuple(p for p in parts if p != UNBOUNDED)
+                    return kept[0] if len(kept) == 1 else All(kept)
+                return UNBOUNDED if UNBOUNDED in parts else Any_(parts)
+            case "le" | "lt" | "ge" | "gt" | "eq" | "ne":
+                if any(self.form.nodes[a].type not in (INT, LONG) for a in node.args):
+                    return UNBOUNDED
+                op = node.op
+                if not positive:
+                    if op == "eq":
+                        return UNBOUNDED
+                    op = "eq" if op == "ne" else _FLIP[op]
+                return self.compare(op, self.affine(node.args[0]), self.affine(node.args[1]))
+        return UNBOUNDED
+
+    def affine(self, i: int) -> Any:
+        """The node as a sympy sum; what is not +, - or a product with a constant becomes an opaque symbol ``n<i>``."""
+        import sympy
+
+        if i not in self.linear:
+            node = self.form.nodes[i]
+            match node.op:
+                case "const" if node.type != REAL:
+                    value = sympy.Integer(int(node.data))
+                case "add":
+                    value = self.affine(node.args[0]) + self.affine(node.args[1])
+                case "sub":
+                    value = self.affine(node.args[0]) - self.affine(node.args[1])
+                case "neg":
+                    value = -self.affine(node.args[0])
+                case "mul" if any(self.form.nodes[a].op == "const" for a in node.args):
+                    value = self.affine(node.args[0]) * self.affine(node.args[1])
+                case "cast" if node.type in (INT, LONG) and self.form.nodes[node.args[0]].type in (INT, LONG):
+                    value = self.affine(node.args[0])
+                case _:
+                    value = sympy.Symbol(f"n{i}", integer=True)
+            self.linear[i] = sympy.expand(value)
+        return self.linear[i]
+
+    def compare(self, op: str, a: Any, b: Any) -> Any:
+        match op:
+            case "le":
+                return self.at_most(a - b)
+            case "lt":
+                return self.at_most(a - b + 1)
+            case "ge":
+                return self.at_most(b - a)
+            case "gt":
+                return self.at_most(b - a + 1)
+            case "eq":
+                parts = tuple(p for p in (self.at_most(a - b), self.at_most(b - a)) if p != UNBOUNDED)
+                return parts[0] if len(parts) == 1 else All(parts)
+        return UNBOUNDED
+
+    def _node(self, symbol: Any) -> int:
+        return int(symbol.name[1:])
+
+    def at_most(self, expression: Any) -> Any:
+        """expression <= 0 as bounds of the axis."""
+        import sympy
+
+        expression = sympy.expand(expression)
+        moving = [x for x in expression.free_symbols if self.axis in self.form.depends[self._node(x)]]
+        if len(moving) != 1 or not sympy.Poly(expression, moving[0]).is_linear:
+            return UNBOUNDED
+        symbol = moving[0]
+        coefficient, rest = int(expression.coeff(symbol, 1)), expression.coeff(symbol, 0)
+        node = self.form.nodes[self._node(symbol)]
+        if node.op == self.axis:
+            return self._limit(coefficient, rest)
+        # c * f(axis) + rest <= 0 for the functions that invert into sums
+        arguments = [self.affine(a) for a in node.args] if node.op in ("abs", "floordiv", "minimum", "maximum") else []
+        match node.op:
+            case "abs" if coefficient > 0:  # |u| <= x: u <= x and -u <= x
+                return self._both(self.at_most(coefficient * arguments[0] + rest), self.at_most(-coefficient * arguments[0] + rest))
+            case "maximum" | "minimum" if (node.op == "maximum") == (coefficient > 0):
+                return self._both(*(self.at_most(coefficient * u + rest) for u in arguments))
+            case "floordiv" if arguments[1].is_Integer and arguments[1] > 0 and abs(coefficient) == 1:
+                divisor = arguments[1]
+                if coefficient > 0:  # u // c <= e  <=>  u <= c * e + c - 1
+                    return self.at_most(arguments[0] + divisor * rest - divisor + 1)
+                return self.at_most(-arguments[0] + divisor * rest)  # u // c >= e  <=>  u >= c * e
+        return UNBOUNDED
+
+    def _both(self, *parts: Any) -> Any:
+        kept = tuple(p for p in parts if p != UNBOUNDED)
+        return kept[0] if len(kept) == 1 else All(kept)
+
+    def _limit(self, coefficient: int, rest: Any) -> Any:
+        """coefficient * axis + rest <= 0."""
+        import sympy
+
+        sign = -1 if coefficient > 0 else 1
+        terms, constant = [], 0
+        for symbol, factor in sorted(sympy.expand(sign * rest).as_coefficients_dict().items(), key=lambda item: str(item[0])):
+            if symbol == 1:
+                constant = int(factor)
+            elif symbol.is_Symbol and factor.is_Integer:
+                terms.append((int(factor), self._node(symbol)))
+            else:
+                return UNBOUNDED  # a product of two unknowns
+        return Limit(coefficient > 0, tuple(sorted(terms, key=lambda t: t[1])), constant, abs(coefficient))
+
+
+def axis_bounds(form: Form, axis: str) -> Any:
+    """Bounds of ``axis`` ("k" or "q") that hold wherever the mask is true."""
+    return _Extractor(form, axis).bounds(form.mask) if form.mask >= 0 else UNBOUNDED
+
+
+def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
+    """The span of the axis inside the bounds, as a handle of the backend; empty when lo > hi."""
+    match bounds:
+        case Limit(upper, terms, constant, divisor):
+            total = None
+            for factor, node in sorted(terms, reverse=True):
+                term = evaluator.as_integer(node)
+                if total is not None and factor == -1:
+                    total = spans.call("span_sub", total, term)
+                    continue
+                term = term if factor == 1 else spans.call("span_mul", spans.integer(factor), term)
+                total = term if total is None else spans.call("span_add", total, term)
+            if constant or total is None:
+                total = spans.integer(constant) if total is None else spans.call("span_add", total, spans.integer(constant))
+            if divisor != 1:
+                total = spans.call("span_floordiv" if upper else "span_ceildiv", total, spans.integer(divisor))
+            return spans.call("span_below" if upper else "span_above", total)
+        case All(parts):
+            total = axis_span(parts[0], evaluator, spans) if parts else spans.call("span_unknown")
+            for part in parts[1:]:
+                total = spans.call("span_meet", total, axis_span(part, evaluator, spans))
+            return total
+        case Any_(parts):
+            total = axis_span(parts[0], evaluator, spans)
+            for part in parts[1:]:
+                total = spans.call("span_join", total, axis_span(part, evaluator, spans))
+            return total
+    raise TypeError(bounds)

@@ -1,0 +1,100 @@
+"""Reference: a Variant evaluated eagerly in torch, the oracle of the tests. Quadratic memory; differentiable to any order.
+
+Variant, q, k, v -> out, lse, max_scores. Example: ``reference(variant, q.double(), k.double(), v.double())``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .form import Form, Traced
+from .kernel import _resolve
+from .language import BOOL, INT, LONG, REAL
+from .variant import Variant
+
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide, "neg": torch.neg, "abs": torch.abs, "where": torch.where,
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "floordiv": torch.floor_divide, "mod": torch.remainder,
+    "fmod": torch.fmod, "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"), "pow": torch.pow, "atan2": torch.atan2, "sign": torch.sign,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not, "detach": torch.detach, "minimum": torch.minimum, "maximum": torch.maximum,
+}  # fmt: skip
+_DTYPE = {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}
+
+
+def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: list[Tensor], floats: tuple, ints: tuple, real: torch.dtype) -> Tensor:
+    """A node's value for broadcastable symbol tensors (b, h, q, k, s, q_len, kv_len, heads)."""
+    device = symbols["q"].device
+    values: dict[int, Tensor] = {}
+    scalar = lambda x, kind: torch.tensor(x, dtype=_DTYPE.get(kind, real), device=device)  # noqa: E731
+    for i in sorted(form.reachable(root)):
+        node = form.nodes[i]
+        args = [values[a] for a in node.args]
+        match node.op:
+            case "const":
+                values[i] = scalar(node.data, node.type)
+            case "number":
+                values[i] = scalar((floats if node.type == REAL else ints)[node.data], node.type)
+            case "cast":
+                values[i] = args[0].to(_DTYPE.get(node.type, real))
+            case "load":
+                t = captures[node.data]
+                index = tuple(a.long().clamp(0, n - 1) for a, n in zip(args, t.shape))
+                loaded = t[index] if index else t
+                values[i] = loaded.to(_DTYPE.get(node.type, real))
+            case "maximum" | "minimum" if node.data == "first" and node.type == REAL:
+                better = (args[0] >= args[1]) if node.op == "maximum" else (args[0] <= args[1])
+                values[i] = torch.where(better | args[0].isnan(), args[0], args[1])
+            case "maximum" | "minimum" if node.data == "second" and node.type == REAL:
+                better = (args[0] > args[1]) if node.op == "maximum" else (args[0] < args[1])
+                values[i] = torch.where(better | args[0].isnan(), args[0], args[1])
+            case op if op in symbols:
+                values[i] = symbols[op]
+            case op:
+                values[i] = _TORCH.get(op, getattr(torch, op, None))(*args)  # type: ignore[misc]
+    return values[root]
+
+
+def reference(
+    variant: Variant, q: Tensor, k: Tensor, v: Tensor, *, seqlens_k: Tensor | None = None, sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out ``(B, Hq, Lq, Dv)``, lse and max_scores ``(B, Hq, Lq)``, computed in q's dtype with scores in float32 (float64 for float64 inputs)."""
+    traced: Traced = variant.trace(dict(inputs or {}))
+    form, real = traced.form, torch.float64 if q.dtype == torch.float64 else torch.float32
+    (B, H, Lq, D), Lk = q.shape, k.shape[2]
+    k, v = (t.expand(B, -1, -1, -1).repeat_interleave(H // t.shape[1], 1) for t in (k, v))
+    scale = D**-0.5 if variant.scale is None else variant.scale
+    axis = lambda n, at: torch.arange(n, dtype=torch.int32, device=q.device).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731
+    lengths = torch.full((B,), Lk, dtype=torch.int32, device=q.device) if seqlens_k is None else seqlens_k.to(torch.int32)
+    symbols = {
+        "b": axis(B, 0), "h": axis(H, 1), "q": axis(Lq, 2), "k": axis(Lk, 3), "kv_len": lengths.view(B, 1, 1, 1),
+        "q_len": torch.tensor(Lq, dtype=torch.int32, device=q.device), "heads": torch.tensor(H, dtype=torch.int32, device=q.device),
+    }  # fmt: skip
+    captures = _resolve(traced.captures, dict(inputs or {}), q.device)
+    visible = (symbols["k"] < symbols["kv_len"]).expand(B, H, Lq, Lk)
+    if form.mask >= 0:
+        visible = visible & evaluate(form, form.mask, symbols, captures, traced.floats, traced.ints, real)
+    s = (q @ k.transpose(-1, -2)).to(real) * scale
+    if form.score >= 0:
+        s = evaluate(form, form.score, symbols | {"s": s}, captures, traced.floats, traced.ints, real).expand(B, H, Lq, Lk)
+    s = torch.where(visible, s, torch.full_like(s, -math.inf))
+    top = s.detach().amax(-1) if Lk else s.new_full((B, H, Lq), -math.inf)
+    base = top if sink is None else torch.maximum(top, sink.detach().to(real).view(1, H, 1))
+    base = torch.where(base == -math.inf, torch.zeros_like(base), base)
+    p = torch.where(visible, torch.exp(s - base[..., None]), torch.zeros_like(s))
+    total = p.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink.to(real).view(1, H, 1) - base)
+    empty = total == 0
+    safe = torch.where(empty, torch.ones_like(total), total)
+    out = (p / safe[..., None]).to(q.dtype) @ torch.where(torch.isfinite(v), v, torch.zeros_like(v))
+    lse = torch.where(empty, torch.full_like(total, -math.inf), base + safe.log())
+    return out, lse, top
+
+
+__all__ = ["evaluate", "reference"]

@@ -1,0 +1,180 @@
+"""Variant: what a user describes; masks composed with ``& | ~``, scores chained with ``>>``.
+
+Python functions -> Variant -> Traced (Form + captures). Example::
+
+    Variant(head_dim=128, mask=causal & sliding_window(left=1023, right=0), score=softcap(30.0))
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from . import language as lang
+from .errors import ShapeError, VariantError
+from .form import Traced, linearise
+
+MAX_HEAD_DIM = 576
+
+
+def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
+    if not callable(function):
+        raise VariantError(f"a {what} must be a function {signature} or an object of the catalogue, not {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        raise VariantError(f"the {what} function {getattr(function, '__name__', function)!r} must take {signature}; further parameters need defaults.") from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
+class Mask:
+    """A mask function ``f(b, h, q_idx, kv_idx) -> bool`` that composes: ``a & b``, ``a | b``, ``~a``. It is itself callable in other functions."""
+
+    def __init__(self, function: Callable[..., Any], name: str = ""):
+        _check_arity(function, 4, "mask", "f(b, h, q_idx, kv_idx)")
+        self.function, self.name = function, name or getattr(function, "__name__", "mask")
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.function(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: Any) -> Mask:
+        other = as_mask(other)
+        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_and"](self(b, h, q, k), other(b, h, q, k)), f"({self.name} & {other.name})")
+
+    def __or__(self, other: Any) -> Mask:
+        other = as_mask(other)
+        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_or"](self(b, h, q, k), other(b, h, q, k)), f"({self.name} | {other.name})")
+
+    def __invert__(self) -> Mask:
+        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_not"](self(b, h, q, k)), f"~{self.name}")
+
+    def __rand__(self, other: Any) -> Mask:
+        return as_mask(other) & self
+
+    def __ror__(self, other: Any) -> Mask:
+        return as_mask(other) | self
+
+    def __bool__(self) -> bool:
+        raise VariantError("a mask has no truth value: compose masks with & | ~, not with and, or, not.")
+
+    def __repr__(self) -> str:
+        return f"Mask({self.name})"
+
+
+class Score:
+    """A score function ``f(score, b, h, q_idx, kv_idx) -> score`` that chains: ``a >> b`` applies a first. ``mask`` is what it also masks (bias)."""
+
+    def __init__(self, function: Callable[..., Any], name: str = "", mask: Mask | None = None):
+        _check_arity(function, 5, "score", "f(score, b, h, q_idx, kv_idx)")
+        self.function, self.name, self.mask = function, name or getattr(function, "__name__", "score"), mask
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.function(score, b, h, q_idx, kv_idx)
+
+    def __rshift__(self, other: Any) -> Score:
+        other = as_score(other)
+        masks = [m for m in (self.mask, other.mask) if m is not None]
+        both = masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
+        return Score(lambda s, b, h, q, k: other(self(s, b, h, q, k), b, h, q, k), f"{self.name} >> {other.name}", both)
+
+    def __rrshift__(self, other: Any) -> Score:
+        return as_score(other) >> self
+
+    def __repr__(self) -> str:
+        return f"Score({self.name})"
+
+
+def as_mask(x: Any) -> Mask:
+    if isinstance(x, Score):
+        raise VariantError(f"{x!r} is a score, given where a mask is wanted: pass it as score=.")
+    return x if isinstance(x, Mask) else Mask(x)
+
+
+def as_score(x: Any) -> Score:
+    if isinstance(x, Mask):
+        raise VariantError(f"{x!r} is a mask, given where a score is wanted: pass it as mask=.")
+    return x if isinstance(x, Score) else Score(x)
+
+
+mask, score = as_mask, as_score  # the public names; both serve as decorators
+
+
+class Variant:
+    """An attention variant.
+
+    head_dim: int, or ``(head_dim_qk, head_dim_v)``, each 1..576; None takes it from the tensors.
+    mask, score: catalogue objects or plain functions. scale: any float (default ``head_dim_qk ** -0.5``).
+    sink: a learned extra logit per query head joins the softmax denominator; ``kernel(..., sink=tensor)`` gives it.
+    Raises VariantError for anything that cannot be traced, ShapeError for a head dim out of range.
+    """
+
+    def __init__(self, head_dim: int | tuple[int, int] | None = None, mask: Any = None, score: Any = None, scale: float | None = None, sink: bool = False):
+        self.head_dim = _head_dims(head_dim)
+        self.scale = _scale(scale)
+        if not isinstance(sink, bool):
+            raise VariantError(f"Variant(sink={type(sink).__name__}): sink is True or False; the tensor is given at each call, kernel(q, k, v, sink=tensor).")
+        self.sink = sink
+        self.mask = None if mask is None else as_mask(mask)
+        self.score = None if score is None else as_score(score)
+        self._traced: dict[Any, Traced] = {}
+        self.inputs: dict[str, int] = {}  # names of flashgen.input -> ndim
+        self.plain = self.trace({})
+
+    def trace(self, inputs: dict[str, Any]) -> Traced:
+        """Form and captures; ``inputs`` are the tensors of this call's ``flashgen.input`` names (their dtypes and sizes of 1 decide the form)."""
+        key = tuple(sorted((name, lang.dtype_name(t.dtype), tuple(n == 1 for n in t.shape)) for name, t in inputs.items()))
+        if key not in self._traced:
+            score_fn, mask_fn = self.score, self.mask
+            if score_fn is not None and score_fn.mask is not None:
+                mask_fn = score_fn.mask if mask_fn is None else mask_fn & score_fn.mask
+            with lang.tracing(inputs):
+                s = None if score_fn is None else lang.cast(lang.trace(score_fn, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score"), lang.REAL)
+                m = None if mask_fn is None else lang.trace(mask_fn, (lang.B, lang.H, lang.Q, lang.K), what="mask")
+            if m is not None:
+                if m.type == lang.REAL:
+                    raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
+                m = lang.truth(m)
+                if m.op == "const":
+                    m = None if m.data else m
+            traced = linearise(s, m, sink=self.sink)
+            for capture in traced.captures:
+                if capture.name is not None:
+                    self.inputs[capture.name] = capture.ndim
+            self._traced[key] = traced
+        return self._traced[key]
+
+    def __getstate__(self) -> dict:
+        state = dict(self.__dict__)
+        if not self.inputs:  # traced for good: user functions (lambdas too) need not travel
+            state["mask"] = state["score"] = None
+        return state
+
+    def __repr__(self) -> str:
+        return f"Variant(head_dim={self.head_dim}, mask={self.mask}, score={self.score}, scale={self.scale}, sink={self.sink})"
+
+
+def _head_dims(head_dim: Any) -> tuple[int, int] | None:
+    if head_dim is None:
+        return None
+    dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    if len(dims) != 2 or not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
+        raise VariantError(f"head_dim={head_dim!r}: an int, a pair (head_dim_qk, head_dim_v), or None.")
+    for d in dims:
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise ShapeError(f"head_dim={d}: the limit is 1..{MAX_HEAD_DIM} (value dim split by columns) on cpu and sm80, 256 on sm90. Split the heads.")
+    return dims
+
+
+def _scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        raise VariantError(f"scale={scale!r}: any finite float, or None for head_dim_qk ** -0.5.") from None
+    if not math.isfinite(value):
+        raise VariantError(f"scale={value}: must be finite.")
+    return value

@@ -1,0 +1,132 @@
+// Interval arithmetic over a q tile x kv tile: what a mask expression can be (may) and must be (must) on all of its elements.
+// Sound, not always tight: an unknown value is the whole line. Divisors are positive constants; anything else is unknown.
+#pragma once
+#include "fg/base.h"
+
+namespace fg {
+
+constexpr long long FAR = 1ll << 61;      // integers beyond are unknown
+constexpr int SCAN_LIMIT = 4096;          // entries of a captured tensor that are scanned for its bounds in one tile
+
+struct Span { long long lo, hi; };        // integer values, inclusive
+struct RealSpan { double lo, hi; bool nan; };
+struct Truth { bool must, may; };
+
+FG_FN Span span(long long lo, long long hi) { return Span{lo < -FAR ? -FAR : lo, hi > FAR ? FAR : hi}; }
+FG_FN Span span_unknown() { return Span{-FAR, FAR}; }
+FG_FN bool far(Span a) { return a.lo <= -FAR || a.hi >= FAR; }
+FG_FN Span span_add(Span a, Span b) { return Span{a.lo <= -FAR || b.lo <= -FAR ? -FAR : a.lo + b.lo, a.hi >= FAR || b.hi >= FAR ? FAR : a.hi + b.hi}; }
+FG_FN Span span_neg(Span a) { return Span{-a.hi, -a.lo}; }
+FG_FN Span span_sub(Span a, Span b) { return span_add(a, span_neg(b)); }
+FG_FN Span span_mul(Span a, Span b) {
+  const bool small = int_abs(a.lo) < (1ll << 30) && int_abs(a.hi) < (1ll << 30) && int_abs(b.lo) < (1ll << 30) && int_abs(b.hi) < (1ll << 30);
+  if (!small) return span_unknown();
+  const long long w = a.lo * b.lo, x = a.lo * b.hi, y = a.hi * b.lo, z = a.hi * b.hi;
+  return Span{int_min(int_min(w, x), int_min(y, z)), int_max(int_max(w, x), int_max(y, z))};
+}
+FG_FN Span span_floordiv(Span a, Span b) {
+  if (b.lo != b.hi || b.lo <= 0) return span_unknown();
+  return Span{a.lo <= -FAR ? -FAR : floordiv(a.lo, b.lo), a.hi >= FAR ? FAR : floordiv(a.hi, b.lo)};
+}
+FG_FN Span span_ceildiv(Span a, Span b) { return span_neg(span_floordiv(span_neg(a), b)); }
+FG_FN Span span_mod(Span a, Span b) {
+  if (b.lo != b.hi || b.lo <= 0) return span_unknown();
+  if (!far(a) && floordiv(a.lo, b.lo) == floordiv(a.hi, b.lo)) return Span{floormod(a.lo, b.lo), floormod(a.hi, b.lo)};
+  return Span{0, b.lo - 1};
+}
+FG_FN Span span_abs(Span a) {
+  if (a.lo >= 0) return a;
+  if (a.hi <= 0) return span_neg(a);
+  return Span{0, int_max(-a.lo, a.hi)};
+}
+FG_FN Span span_minimum(Span a, Span b) { return Span{int_min(a.lo, b.lo), int_min(a.hi, b.hi)}; }
+FG_FN Span span_maximum(Span a, Span b) { return Span{int_max(a.lo, b.lo), int_max(a.hi, b.hi)}; }
+FG_FN Span span_hull(Span a, Span b) { return Span{int_min(a.lo, b.lo), int_max(a.hi, b.hi)}; }
+FG_FN Span span_of(Truth a) { return Span{a.must ? 1 : 0, a.may ? 1 : 0}; }
+FG_FN Span span_where(Truth c, Span a, Span b) { return c.must ? a : !c.may ? b : span_hull(a, b); }
+
+// loop bounds: everything up to / from a span, intersection, and hull that forgets an empty side
+FG_FN Span span_below(Span a) { return Span{-FAR, a.hi}; }
+FG_FN Span span_above(Span a) { return Span{a.lo, FAR}; }
+FG_FN Span span_meet(Span a, Span b) { return Span{int_max(a.lo, b.lo), int_min(a.hi, b.hi)}; }
+FG_FN Span span_join(Span a, Span b) { return a.lo > a.hi ? b : b.lo > b.hi ? a : span_hull(a, b); }
+FG_FN Range range_within(Span a, int length) {
+  const long long begin = int_max(a.lo, 0ll), end = int_min(a.hi + 1, (long long)length);
+  return begin < end ? Range{(int)begin, (int)end} : Range{0, 0};
+}
+
+FG_FN Truth truth_and(Truth a, Truth b) { return Truth{a.must && b.must, a.may && b.may}; }
+FG_FN Truth truth_or(Truth a, Truth b) { return Truth{a.must || b.must, a.may || b.may}; }
+FG_FN Truth truth_not(Truth a) { return Truth{!a.may, !a.must}; }
+FG_FN Truth truth_xor(Truth a, Truth b) { return truth_or(truth_and(a, truth_not(b)), truth_and(truth_not(a), b)); }
+FG_FN Truth truth_where(Truth c, Truth a, Truth b) { return c.must ? a : !c.may ? b : Truth{a.must && b.must, a.may || b.may}; }
+FG_FN Truth truth_unknown() { return Truth{false, true}; }
+FG_FN Truth truth_le(Span a, Span b) { return Truth{a.hi <= b.lo && !far(a) && !far(b), a.lo <= b.hi}; }
+FG_FN Truth truth_lt(Span a, Span b) { return Truth{a.hi < b.lo && !far(a) && !far(b), a.lo < b.hi || a.lo <= -FAR || b.hi >= FAR}; }
+FG_FN Truth truth_eq(Span a, Span b) { return Truth{a.lo == a.hi && b.lo == b.hi && a.lo == b.lo && !far(a), a.lo <= b.hi && b.lo <= a.hi}; }
+FG_FN Truth truth_ne(Span a, Span b) { return truth_not(truth_eq(a, b)); }
+
+FG_FN RealSpan real_unknown() { return RealSpan{-infinity<double>(), infinity<double>(), true}; }
+FG_FN RealSpan real_of(Span a) { return far(a) ? real_unknown() : RealSpan{(double)a.lo, (double)a.hi, false}; }
+FG_FN RealSpan real_of(double a) { return RealSpan{a, a, a != a}; }
+// comparisons of floating point values, where a NaN makes everything but != false
+FG_FN Truth truth_le(RealSpan a, RealSpan b) { return Truth{a.hi <= b.lo && !a.nan && !b.nan, a.lo <= b.hi}; }
+FG_FN Truth truth_lt(RealSpan a, RealSpan b) { return Truth{a.hi < b.lo && !a.nan && !b.nan, a.lo < b.hi}; }
+FG_FN Truth truth_eq(RealSpan a, RealSpan b) { return Truth{a.lo == a.hi && b.lo == b.hi && a.lo == b.lo && !a.nan && !b.nan, a.lo <= b.hi && b.lo <= a.hi}; }
+FG_FN Truth truth_ne(RealSpan a, RealSpan b) {
+  const Truth e = truth_eq(a, b);
+  return Truth{!e.may && !a.nan && !b.nan, !e.must || a.nan || b.nan};
+}
+
+#if FG_HOST
+FG_FN int scan_lane() { return 0; }
+constexpr int SCAN_LANES = 1;
+#else
+FG_FN int scan_lane() { return threadIdx.x & 31; }
+constexpr int SCAN_LANES = 32;
+FG_FN long long scan_min(long long x) { for (int i = 16; i; i >>= 1) x = int_min(x, (long long)__shfl_xor_sync(0xffffffffu, x, i)); return x; }
+FG_FN long long scan_max(long long x) { for (int i = 16; i; i >>= 1) x = int_max(x, (long long)__shfl_xor_sync(0xffffffffu, x, i)); return x; }
+#endif
+
+// Bounds of the entries of a captured integer tensor over a box of indices. On a device all 32 lanes of a warp call it with equal arguments and share the scan.
+struct Axis { Span index; int size; long long stride; };
+FG_FN Span axis_box(Axis a) { return Span{clamp_index(a.index.lo, a.size), clamp_index(a.index.hi, a.size)}; }
+
+template <class C> FG_FN Span span_load(const C* data, Axis x) {
+  const Span box = axis_box(x);
+  const long long count = box.hi - box.lo + 1;
+  if (count > SCAN_LIMIT) return span_unknown();
+  long long lo = FAR, hi = -FAR;
+  for (long long i = scan_lane(); i < count; i += SCAN_LANES) {
+    const long long value = (long long)data[(box.lo + i) * x.stride];
+    lo = int_min(lo, value);
+    hi = int_max(hi, value);
+  }
+#if !FG_HOST
+  lo = scan_min(lo);
+  hi = scan_max(hi);
+#endif
+  return Span{lo, hi};
+}
+template <class C> FG_FN Span span_load(const C* data) { return Span{(long long)*data, (long long)*data}; }
+template <class C> FG_FN Span span_load(const C* data, Axis x, Axis y) {
+  const Span bx = axis_box(x), by = axis_box(y);
+  if (bx.lo == bx.hi) return span_load(data + bx.lo * x.stride, y);
+  if (by.lo == by.hi) return span_load(data + by.lo * y.stride, x);
+  const long long rows = bx.hi - bx.lo + 1, columns = by.hi - by.lo + 1;
+  if (rows * columns > SCAN_LIMIT) return span_unknown();
+  Span total{FAR, -FAR};
+  for (long long i = bx.lo; i <= bx.hi; ++i) total = span_hull(total, span_load(data + i * x.stride, y));
+  return total;
+}
+template <class C> FG_FN Span span_load(const C* data, Axis x, Axis y, Axis z) {
+  const Span bx = axis_box(x);
+  return bx.lo == bx.hi ? span_load(data + bx.lo * x.stride, y, z) : span_unknown();
+}
+template <class C> FG_FN Span span_load(const C* data, Axis w, Axis x, Axis y, Axis z) {
+  const Span bw = axis_box(w);
+  return bw.lo == bw.hi ? span_load(data + bw.lo * w.stride, x, y, z) : span_unknown();
+}
+FG_FN Truth truth_of(Span a) { return Truth{(a.lo > 0 || a.hi < 0) && !far(a), !(a.lo == 0 && a.hi == 0)}; }
+
+}  // namespace fg
