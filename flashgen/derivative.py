@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from .form import Form, Node
-from .language import BOOL, REAL
+from .language import BOOL, FLOATS, REAL
 
 
 class Graph:
@@ -95,9 +95,11 @@ class Tangents:
         g, node = self.g, self.g.nodes[i]
         if i == self.seed:
             return g.const(1.0)
-        if node.type != REAL or node.op in FLAT:
+        if node.op == "cast" and node.type in FLOATS and self.known[node.args[0]] is not None:
+            return self.known[node.args[0]]
+        if node.type not in FLOATS or node.op in FLAT:
             return None
-        d = [self.known[a] if g.nodes[a].type == REAL else None for a in node.args]
+        d = [self.known[a] if g.nodes[a].type in FLOATS else None for a in node.args]
         if all(x is None for x in d):
             return None
         a = node.args

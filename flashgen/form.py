@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .language import INT, REAL, Capture, Expr
+from .language import FLOATS, REAL, Capture, Expr
 
 COMMUTATIVE = ("and", "or")  # boolean only; float operations keep the user's order
 
@@ -134,7 +134,7 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
                 captures.append(e.data)
             data = captures.index(e.data)
         elif e.op == "number":
-            if e.type == REAL:
+            if e.type in FLOATS:
                 floats.append(e.data)
                 data = len(floats) - 1
             else:
@@ -158,4 +158,3 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
     return Traced(form, tuple(captures), tuple(floats), tuple(ints), form.score_slots())
 
 
-__all__ = ["INT", "REAL", "CaptureSpec", "Form", "Node", "Traced", "linearise"]

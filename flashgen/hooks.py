@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from . import derivative, ranges
 from .form import Form
 from .interval import Evaluator, PrintedSpans
+from .language import FLOATS
 from .printer import C_TYPES, Printer
 from .problem import Problem
 
@@ -89,6 +90,7 @@ class _Stages:
 
     def __init__(self, form: Form, real: str, roots: list[int]):
         self.form, self.real = form, real
+        self.exact = frozenset(i for i in form.reachable(form.mask) if form.nodes[i].op == "mul" and form.nodes[i].type in FLOATS)
         self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage()}
         self.home: dict[int, str | None] = {}
         self.field: dict[int, str] = {}
@@ -107,7 +109,7 @@ class _Stages:
             self.stages[stage].fields.append((C_TYPES[form.nodes[i].type], self.field[i]))
         for name in ("uniform", "row", "col"):
             own = [i for i in sorted(crossing) if self.home[i] == name]
-            printer = Printer(form, real, lambda i, name=name: self._name(i, name))  # type: ignore[misc]
+            printer = Printer(form, real, lambda i, name=name: self._name(i, name), self.exact)  # type: ignore[misc]
             lines = list(printer.statements(own))
             self.stages[name].lines = lines + [f"{name[0]}.{self.field[i]} = {printer.expression(i)};" for i in own]
 
@@ -124,7 +126,7 @@ class _Stages:
         return None
 
     def function(self, roots: list[int], finish) -> list[str]:  # type: ignore[no-untyped-def]
-        printer = Printer(self.form, self.real, lambda i: self._name(i, None))
+        printer = Printer(self.form, self.real, lambda i: self._name(i, None), self.exact)
         lines = list(printer.statements(roots))
         return lines + finish(printer)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .form import Form
-from .language import BOOL, INT, LONG, REAL
+from .language import BOOL, FLOATS, INT, LONG
 
 FAR = 1 << 61
 SCAN_LIMIT = 4096
@@ -51,7 +51,7 @@ class Evaluator:
 
     def _as_real(self, i: int) -> Any:
         kind = self.form.nodes[i].type
-        return self.span(i) if kind == REAL else self.spans.call("real_of", self.as_integer(i))
+        return self.span(i) if kind in FLOATS else self.spans.call("real_of", self.as_integer(i))
 
     def _evaluate(self, i: int) -> Any:
         node, spans = self.form.nodes[i], self.spans
@@ -60,7 +60,7 @@ class Evaluator:
                 truth = self.spans.integer(int(node.data))
                 return spans.call("truth_of", truth)
             case "const":
-                return spans.real(node.data) if node.type == REAL else spans.integer(node.data)
+                return spans.real(node.data) if node.type in FLOATS else spans.integer(node.data)
             case "number":
                 return spans.number(node.data, node.type)
             case "b" | "h" | "q" | "k" | "q_len" | "kv_len" | "heads":
@@ -68,9 +68,9 @@ class Evaluator:
             case "load" if node.type in (INT, LONG, BOOL):
                 loaded = spans.load(node.data, node.type, [self.as_integer(a) for a in node.args])
                 return spans.call("truth_of", loaded) if node.type == BOOL else loaded
-            case "cast" if node.type in (INT, LONG) and self.form.nodes[node.args[0]].type != REAL:
+            case "cast" if node.type in (INT, LONG) and self.form.nodes[node.args[0]].type not in FLOATS:
                 return self.as_integer(node.args[0])
-            case "cast" if node.type == REAL:
+            case "cast" if node.type in FLOATS:
                 return self._as_real(node.args[0])
             case "detach":
                 return self.span(node.args[0])
@@ -82,14 +82,14 @@ class Evaluator:
                 return spans.call(_TRUTH[op], *(self.span(a) for a in node.args))
             case op if op in _ORDER:
                 function, swap = _ORDER[op]
-                real = any(self.form.nodes[a].type == REAL for a in node.args)
+                real = any(self.form.nodes[a].type in FLOATS for a in node.args)
                 pair = [self._as_real(a) if real else self.as_integer(a) for a in node.args]
                 return spans.call(function, *(reversed(pair) if swap else pair))
             case op if op in _INTEGER and node.type in (INT, LONG):
                 return spans.call(_INTEGER[op], *(self.as_integer(a) for a in node.args))
         if node.type == BOOL:
             return spans.call("truth_unknown")
-        return spans.call("real_unknown" if node.type == REAL else "span_unknown")
+        return spans.call("real_unknown" if node.type in FLOATS else "span_unknown")
 
 
 def _span(lo: int, hi: int) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class NumberSpans:
         return self.leaves[op]
 
     def number(self, slot: int, kind: str) -> tuple:
-        return self.real(self.floats[slot]) if kind == REAL else self.integer(self.ints[slot])
+        return self.real(self.floats[slot]) if kind in FLOATS else self.integer(self.ints[slot])
 
     def load(self, slot: int, kind: str, indices: Sequence[tuple]) -> tuple:
         data = self.captures[slot]
@@ -224,7 +224,7 @@ class PrintedSpans:
         return self.names[op]
 
     def number(self, slot: int, kind: str) -> str:
-        return f"fg::real_of(double(p.float_{slot}))" if kind == REAL else f"fg::Span{{p.int_{slot}, p.int_{slot}}}"
+        return f"fg::real_of(double(p.float_{slot}))" if kind in FLOATS else f"fg::Span{{p.int_{slot}, p.int_{slot}}}"
 
     def load(self, slot: int, kind: str, indices: Sequence[str]) -> str:
         axes = [f"fg::Axis{{{i}, p.capture_{slot}_size_{d}, p.capture_{slot}_stride_{d}}}" for d, i in enumerate(indices)]

@@ -17,8 +17,10 @@ from typing import Any
 
 from .errors import DtypeError, VariantError
 
-BOOL, INT, LONG, REAL = "bool", "int", "long", "real"
-_RANK = {BOOL: 0, INT: 1, LONG: 2, REAL: 3}
+BOOL, INT, LONG, SINGLE, REAL = "bool", "int", "long", "single", "real"
+# SINGLE is float32 always (int / int, a number times an index); REAL is float32, or float64 for float64 inputs (scores, captured floats)
+_RANK = {BOOL: 0, INT: 1, LONG: 2, SINGLE: 3, REAL: 4}
+FLOATS = (SINGLE, REAL)
 _STORAGE = {
     "bool": BOOL, "uint8": INT, "int8": INT, "int16": INT, "int32": INT, "int64": LONG,
     "float16": REAL, "bfloat16": REAL, "float32": REAL, "float64": REAL,
@@ -161,7 +163,7 @@ class Expr:
     def dtype(self) -> Any:
         import torch
 
-        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64, REAL: torch.float32}[self.type]
+        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}.get(self.type, torch.float32)
 
     @property
     def shape(self) -> tuple:
@@ -201,7 +203,7 @@ def const(value: bool | int | float) -> Expr:
         return Expr("const", BOOL, (), value)
     if isinstance(value, int):
         return Expr("const", INT if -(2**31) <= value < 2**31 else LONG, (), value)
-    return Expr("const", REAL, (), float(value))
+    return Expr("const", SINGLE, (), float(value))
 
 
 def wrap(x: Any, *, static: bool = False) -> Expr:
@@ -223,7 +225,7 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         return const(value) if static else Expr("number", const(value).type, (), value)
     if isinstance(x, numbers.Real):
         real = float(x)
-        return const(real) if static or not math.isfinite(real) else Expr("number", REAL, (), real)
+        return const(real) if static or not math.isfinite(real) else Expr("number", SINGLE, (), real)
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
 
@@ -231,7 +233,7 @@ def cast(x: Expr, type: str) -> Expr:  # noqa: A002
     if x.type == type:
         return x
     if x.op in ("number", "const") and not (x.op == "number" and type == BOOL):
-        value = {BOOL: bool, INT: int, LONG: int, REAL: float}[type](x.data)  # type: ignore[operator]
+        value = {BOOL: bool, INT: int, LONG: int, SINGLE: float, REAL: float}[type](x.data)  # type: ignore[operator]
         return Expr(x.op, type, (), value)
     return Expr("cast", type, (x,))
 
@@ -292,7 +294,7 @@ def _compare(op: str) -> Callable[[Any, Any], Any]:
 def _bits(op: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Expr:
         kind, pair = _common(wrap(a, static=True), wrap(b, static=True))
-        if kind == REAL:
+        if kind in FLOATS:
             raise VariantError(f"bitwise {op} of floating point values: compare first, `(a > 0) & (b > 0)`.")
         return Expr(op, kind, pair)
 
@@ -311,7 +313,7 @@ def truth(x: Expr) -> Expr:
 def _shift(op: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Expr:
         kind, pair = _common(wrap(a, static=True), wrap(b, static=True), least=INT)
-        if kind == REAL:
+        if kind in FLOATS:
             raise VariantError("shifts need integers.")
         if pair[1].op == "const" and not 0 <= pair[1].data < 63:
             raise VariantError(f"shift by {pair[1].data}: must be from 0 to 62.")
@@ -336,9 +338,9 @@ def _division(op: str) -> Callable[[Any, Any], Any]:
 def _true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         return floordiv(a, b)
-    quotient = lifted(lambda x, y: Expr("div", REAL, (cast(wrap(x), REAL), cast(wrap(y), REAL))))(a, b)
+    quotient = _float_op("div")(a, b)
     if rounding_mode == "trunc":
-        integral = all(w.type != REAL for w in (wrap(a), wrap(b)))
+        integral = all(w.type not in FLOATS for w in (wrap(a), wrap(b)))
         if integral:
             kind, pair = _common(wrap(a), wrap(b, static=not isinstance(b, Expr)), least=INT)
             return Expr("truncdiv", kind, pair)
@@ -349,13 +351,23 @@ def _true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _unary_real(op: str) -> Callable[[Any], Any]:
-    return lifted(lambda x: Expr(op, REAL, (cast(wrap(x), REAL),)))
+    return _float_op(op)
+
+
+def _float_op(op: str) -> Callable[..., Any]:
+    """An operation on floating point values; integers become float32."""
+
+    def function(*args: Any) -> Expr:
+        kind, operands = _common(*map(wrap, args), least=SINGLE)
+        return Expr(op, kind, operands)
+
+    return lifted(function)
 
 
 def _rounding(op: str) -> Callable[[Any], Any]:
     def function(x: Any) -> Expr:
         x = wrap(x)
-        return x if x.type != REAL else Expr(op, REAL, (x,))
+        return x if x.type not in FLOATS else Expr(op, x.type, (x,))
 
     return lifted(function)
 
@@ -377,7 +389,7 @@ def negate(x: Any) -> Expr:
 @lifted
 def invert(x: Any) -> Expr:
     x = wrap(x)
-    if x.type == REAL:
+    if x.type in FLOATS:
         raise VariantError("~ of a floating point value.")
     return Expr("not", x.type, (x,))
 
@@ -407,7 +419,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
 def power(a: Any, b: Any) -> Any:
     if isinstance(b, numbers.Real) and not isinstance(b, bool):
         return lifted(lambda x: _power_of(wrap(x), b))(a)
-    return lifted(lambda x, y: Expr("pow", REAL, (cast(wrap(x, static=isinstance(x, numbers.Real)), REAL), cast(wrap(y), REAL))))(a, b)
+    return _float_op("pow")(const(a) if isinstance(a, numbers.Real) else a, b)
 
 
 def _power_of(x: Expr, exponent: Any) -> Expr:
@@ -424,7 +436,8 @@ def _power_of(x: Expr, exponent: Any) -> Expr:
         return result  # type: ignore[return-value]
     if exponent == 0.5:
         return FUNCTIONS["sqrt"](x)
-    return Expr("pow", REAL, (cast(x, REAL), const(float(exponent))))
+    kind, (base, power) = _common(x, const(float(exponent)), least=SINGLE)
+    return Expr("pow", kind, (base, power))
 
 
 def to(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -448,7 +461,7 @@ floordiv, mod = _division("floordiv"), _division("mod")
 minimum, maximum = _extreme("minimum"), _extreme("maximum")
 _clamp_low, _clamp_high, _relu_max = _extreme("maximum", "first"), _extreme("minimum", "first"), _extreme("maximum", "second")
 band, bor, bxor = _bits("and"), _bits("or"), _bits("xor")
-fmod = lifted(lambda a, b: Expr("fmod", REAL, (cast(wrap(a), REAL), cast(wrap(b), REAL))))
+fmod = _float_op("fmod")
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
@@ -469,7 +482,7 @@ def _relu(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    return sub(to(_compare("gt")(x, 0), "int32"), to(_compare("lt")(x, 0), "int32")) if wrap(x).type != REAL else Expr("sign", REAL, (wrap(x),))
+    return sub(to(_compare("gt")(x, 0), "int32"), to(_compare("lt")(x, 0), "int32")) if wrap(x).type not in FLOATS else Expr("sign", wrap(x).type, (wrap(x),))
 
 
 def _is_finite(x: Any) -> Any:
@@ -515,9 +528,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "leaky_relu": lambda x, negative_slope=0.01, **_: where(_compare("gt")(x, 0), x, mul(x, negative_slope)),
     "elu": lambda x, alpha=1.0, **_: where(_compare("gt")(x, 0), x, mul(FUNCTIONS["expm1"](minimum(x, 0)), alpha)),
     "relu6": lambda x, **_: clamp(x, 0, 6), "hardtanh": lambda x, min_val=-1.0, max_val=1.0, **_: clamp(x, min_val, max_val),
-    "atan2": lifted(lambda a, b: Expr("atan2", REAL, (cast(wrap(a), REAL), cast(wrap(b), REAL)))),
+    "atan2": _float_op("atan2"),
     "isnan": lambda x: _compare("ne")(x, x), "isinf": lambda x: _compare("eq")(absolute(x), math.inf), "isfinite": _is_finite,
-    "to": to, "type": to, "type_as": to, "float": _to("float32"), "double": _to("float64"), "half": _to("float16"), "bfloat16": _to("bfloat16"),
+    "to": to, "type": to, "type_as": to, "float": lambda x: lifted(lambda v: cast(wrap(v), SINGLE))(x), "double": _to("float64"), "half": _to("float16"), "bfloat16": _to("bfloat16"),
     "int": _to("int32"), "long": _to("int64"), "short": _to("int16"), "bool": _to("bool"), "detach": lambda x: Expr("detach", wrap(x).type, (wrap(x),)),
     "clone": lambda x, **_: x, "contiguous": lambda x, **_: x, "zeros_like": _zeros(0), "ones_like": _zeros(1),
     "full_like": lambda x, value, **_: cast(wrap(value), wrap(x).type), "lerp": lambda a, b, w: add(a, mul(w, sub(b, a))),

@@ -7,6 +7,7 @@ the launcher directly; under torch.compile, functorch or a dispatch mode it goes
 from __future__ import annotations
 
 import json
+import math
 import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -154,7 +155,8 @@ def _arguments(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) 
         values[f"capture_{n}"] = t.data_ptr()
         for d in range(t.dim()):
             values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
-    values |= {f"float_{n}": x for n, x in enumerate(c.floats)}
+    largest = torch.finfo(stat.dtype).max  # a captured number beyond float32 is an infinity there, as in torch
+    values |= {f"float_{n}": x if -largest <= x <= largest else math.copysign(math.inf, x) for n, x in enumerate(c.floats)}
     values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
     return values
 
@@ -299,15 +301,15 @@ def _backward(text: str, call: Call, b: Backward) -> Any:
 
 
 class _Once(torch.autograd.Function):
-    """Marks gradients as not differentiable again, with flashgen's own error."""
+    """Ties a gradient to all it depends on, so that a second derivative raises flashgen's own error rather than going missing."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *depends: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise VariantError("a second derivative of attention is not supported: take one derivative only, or use flashgen.reference for it.")
+        raise VariantError("a second derivative of attention is not supported: take one derivative only, or differentiate flashgen.reference.reference twice.")
 
 
 class Attention(torch.autograd.Function):
@@ -351,5 +353,5 @@ class Attention(torch.autograd.Function):
             per_slot[n] = g.reshape(captures[n].shape).to(captures[n].dtype) if captures[n].numel() else torch.zeros_like(captures[n])
         result = [*found, *per_slot]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            result = [None if g is None else _Once.apply(dout, g) for g in result]
+            result = [None if g is None else _Once.apply(g, dout, q, k, v, *captures) for g in result]
         return (None, None, None, *result)

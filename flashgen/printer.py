@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 
 from .errors import VariantError
 from .form import Form, Node
-from .language import BOOL, INT, LONG, REAL, ROUNDING, UNARY_REAL
+from .language import BOOL, FLOATS, INT, LONG, REAL, ROUNDING, SINGLE, UNARY_REAL
 
-C_TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
+C_TYPES = {BOOL: "bool", INT: "int", LONG: "long long", SINGLE: "float", REAL: "real"}
 STORAGE_TYPES = {
     "bool": "unsigned char", "uint8": "unsigned char", "int8": "signed char", "int16": "short", "int32": "int", "int64": "long long",
     "float16": "fg::f16", "bfloat16": "fg::bf16", "float32": "float", "float64": "double",
@@ -27,10 +27,11 @@ _CALLS = {"minimum": "minimum", "maximum": "maximum", "pow": "pow", "fmod": "fmo
 
 
 def real_literal(value: float, real: str) -> str:
+    """A literal of the C type ``real`` ("float" or "double")."""
     if math.isnan(value):
-        return "fg::not_a_number<real>()"
+        return f"fg::not_a_number<{real}>()"
     if math.isinf(value):
-        return ("-" if value < 0 else "") + "fg::infinity<real>()"
+        return ("-" if value < 0 else "") + f"fg::infinity<{real}>()"
     text = repr(float(value))
     return text + "f" if real == "float" else text
 
@@ -41,8 +42,10 @@ class Printer:
     ``name(i)`` returns the C++ name under which node i is already available (a struct field, a parameter), or None.
     """
 
-    def __init__(self, form: Form, real: str, name: Callable[[int], str | None]):
+    def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset()):
         self.form, self.real, self.name = form, real, name
+        # products that must round on their own instead of fusing with a sum: comparisons of masks, float32 index arithmetic of a float64 problem
+        self.exact = {form.nodes[i] for i in exact} if exact else set()
         self.lines: list[str] = []
         self.local: dict[int, str] = {}
         self.uses: dict[int, int] = {}
@@ -87,10 +90,14 @@ class Printer:
             case "const":
                 return self._constant(node)
             case "number":
-                return (f"p.float_{node.data}" if node.type == REAL else f"p.int_{node.data}"), _ATOM
+                if node.type == SINGLE and self.real == "double":
+                    return f"float(p.float_{node.data})", _ATOM
+                return (f"p.float_{node.data}" if node.type in FLOATS else f"p.int_{node.data}"), _ATOM
             case "load":
                 return self._load(node), _ATOM
-            case "cast" | "detach":
+            case "cast" | "detach":  # detach only stops slopes
+                if node.op == "detach" or (self.real == "float" and node.type in FLOATS and self.form.nodes[node.args[0]].type in FLOATS):
+                    return self._reference(node.args[0])  # no conversion: same C type
                 inner = self.expression(node.args[0])
                 return (f"{C_TYPES[node.type]}({inner})" if " " not in C_TYPES[node.type] else f"(({C_TYPES[node.type]})({inner}))"), _ATOM
             case "neg":
@@ -98,7 +105,7 @@ class Printer:
             case "not":
                 return f"{'!' if node.type == BOOL else '~'}{self.expression(node.args[0], _UNARY + 1)}", _UNARY
             case "abs":
-                return self._call("abs" if node.type == REAL else "int_abs", node)
+                return self._call("abs" if node.type in FLOATS else "int_abs", node)
             case "where":
                 condition, a, b = (self.expression(x, _OR) for x in node.args)
                 return f"({condition} ? {a} : {b})", _ATOM
@@ -111,8 +118,10 @@ class Printer:
                 return f"{self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)}", _PRODUCT
             case "floordiv" | "mod" | "truncdiv":
                 return self._integer_division(node)
-            case "minimum" | "maximum" if node.type != REAL:
+            case "minimum" | "maximum" if node.type not in FLOATS:
                 return self._call({"minimum": "int_min", "maximum": "int_max"}[node.op], node)
+            case "mul" if node in self.exact or (node.type == SINGLE and self.real == "double"):
+                return self._call("product", node)
             case op if op in _INFIX:
                 sign, level = _INFIX[op]
                 a, b = self.expression(node.args[0], level), self.expression(node.args[1], level + 1)
@@ -124,8 +133,8 @@ class Printer:
     def _constant(self, node: Node) -> tuple[str, int]:
         if node.type == BOOL:
             return ("true" if node.data else "false"), _ATOM
-        if node.type == REAL:
-            text = real_literal(node.data, self.real)
+        if node.type in FLOATS:
+            text = real_literal(node.data, "float" if node.type == SINGLE else self.real)
         else:
             text = f"{node.data}" if node.type == INT else f"{node.data}ll"
             if node.data in (-(2**31), -(2**63)):
@@ -150,7 +159,7 @@ class Printer:
         return f"{a} {sign} {b}", level
 
     def _integer_division(self, node: Node) -> tuple[str, int]:
-        if node.type == REAL:
+        if node.type in FLOATS:
             a, b = (self.expression(x) for x in node.args)
             if node.op == "mod":
                 return f"fg::remainder({a}, {b})", _ATOM

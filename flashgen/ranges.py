@@ -12,7 +12,7 @@ from typing import Any
 
 from .form import Form
 from .interval import Evaluator, Spans
-from .language import INT, LONG, REAL
+from .language import FLOATS, INT, LONG
 
 _FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
 
@@ -78,7 +78,7 @@ class _Extractor:
         if i not in self.linear:
             node = self.form.nodes[i]
             match node.op:
-                case "const" if node.type != REAL:
+                case "const" if node.type not in FLOATS:
                     value = sympy.Integer(int(node.data))
                 case "add":
                     value = self.affine(node.args[0]) + self.affine(node.args[1])

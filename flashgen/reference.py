@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .form import Form, Traced
 from .kernel import _resolve
-from .language import BOOL, INT, LONG, REAL
+from .language import BOOL, FLOATS, INT, LONG, SINGLE
 from .variant import Variant
 
 _TORCH: dict[str, Callable[..., Tensor]] = {
@@ -24,7 +24,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "not": torch.bitwise_not, "detach": torch.detach, "minimum": torch.minimum, "maximum": torch.maximum,
 }  # fmt: skip
-_DTYPE = {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}
+_DTYPE = {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64, SINGLE: torch.float32}
 
 
 def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: list[Tensor], floats: tuple, ints: tuple, real: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: lis
             case "const":
                 values[i] = scalar(node.data, node.type)
             case "number":
-                values[i] = scalar((floats if node.type == REAL else ints)[node.data], node.type)
+                values[i] = scalar((floats if node.type in FLOATS else ints)[node.data], node.type)
             case "cast":
                 values[i] = args[0].to(_DTYPE.get(node.type, real))
             case "load":
@@ -47,10 +47,10 @@ def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: lis
                 index = tuple(a.long().clamp(0, n - 1) for a, n in zip(args, t.shape))
                 loaded = t[index] if index else t
                 values[i] = loaded.to(_DTYPE.get(node.type, real))
-            case "maximum" | "minimum" if node.data == "first" and node.type == REAL:
+            case "maximum" | "minimum" if node.data == "first" and node.type in FLOATS:
                 better = (args[0] >= args[1]) if node.op == "maximum" else (args[0] <= args[1])
                 values[i] = torch.where(better | args[0].isnan(), args[0], args[1])
-            case "maximum" | "minimum" if node.data == "second" and node.type == REAL:
+            case "maximum" | "minimum" if node.data == "second" and node.type in FLOATS:
                 better = (args[0] > args[1]) if node.op == "maximum" else (args[0] < args[1])
                 values[i] = torch.where(better | args[0].isnan(), args[0], args[1])
             case op if op in symbols:

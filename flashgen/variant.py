@@ -134,7 +134,7 @@ class Variant:
                 s = None if score_fn is None else lang.cast(lang.trace(score_fn, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score"), lang.REAL)
                 m = None if mask_fn is None else lang.trace(mask_fn, (lang.B, lang.H, lang.Q, lang.K), what="mask")
             if m is not None:
-                if m.type == lang.REAL:
+                if m.type in lang.FLOATS:
                     raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
                 m = lang.truth(m)
                 if m.op == "const":

@@ -37,8 +37,13 @@ def refuse(problem: Problem, target: Target) -> list[str]:
 
 
 def _dims(problem: Problem) -> tuple[int, int]:
-    """Head dims as the kernels see them: padded to the 16 of an mma step."""
-    return 16 * _ceil_div(problem.head_dim_qk, 16), 16 * _ceil_div(problem.head_dim_v, 16)
+    """Head dims as the kernels see them: padded to the 16 of an mma step (above 128 the backward shares columns among warps: 32)."""
+
+    def pad(dim: int) -> int:
+        step = 32 if problem.which == "backward" and dim > 128 else 16
+        return step * _ceil_div(dim, step)
+
+    return pad(problem.head_dim_qk), pad(problem.head_dim_v)
 
 
 def smem_bytes(which: str, fields: dict[str, Any]) -> Any:
@@ -48,6 +53,12 @@ def smem_bytes(which: str, fields: dict[str, Any]) -> Any:
     if which == "forward":
         return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims)
     return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"]
+
+
+def dq_smem_bytes(fields: dict[str, Any]) -> Any:
+    """The same for backward_dq, the kernel over q tiles."""
+    f = fields
+    return 2 * (f["dq_block_q"] + f["dq_block_kv"]) * (f["dim_qk"] + f["dim_v"])
 
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
@@ -60,14 +71,31 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         for values in ((128, 64, 4, 2, 2, 0), (128, 64, 4, 1, 2, 0), (64, 64, 4, 1, 2, 0), (64, 32, 4, 1, 2, 0)):
             points.append(dict(zip(names, values, strict=True)))
     else:
-        names = ("block_q", "block_kv", "warps", "stages", "ctas", "score_warps_q", "key_warps", "query_warps")
-        for values in ((64, 128, 8, 2, 1, 2, 4, 2), (64, 64, 8, 2, 1, 2, 2, 2), (64, 64, 4, 1, 1, 2, 2, 2)):
-            points.append(dict(zip(names, values, strict=True)))
+        for block_q, block_kv, warps, stages, ctas in ((64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 1)):
+            grids = _backward_warps(block_q, block_kv, warps, dim_qk, dim_v)
+            if grids:
+                point = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, **grids}
+                points.append(point | ({"dq_block_q": 64, "dq_block_kv": 64} if _dq_by_rows(problem) else {}))
     return [derive(problem.which, {**common, **p}) for p in points]
 
 
+def _backward_warps(block_q: int, block_kv: int, warps: int, dim_qk: int, dim_v: int) -> dict[str, int]:
+    """How the warps share the backward's products: as square parts as the 16 x 16 steps allow. Empty if they do not divide."""
+
+    def split(rows: int, columns: tuple[int, ...]) -> int:
+        fits = [n for n in (1, 2, 4, 8) if n <= warps and rows % (16 * n) == 0 and all(c % (16 * (warps // n)) == 0 for c in columns)]
+        return min(fits, key=lambda n: rows // n + columns[0] * n // warps, default=0)
+
+    found = {"score_warps_q": split(block_q, (block_kv,)), "key_warps": split(block_kv, (dim_qk, dim_v)), "query_warps": split(block_q, (dim_qk,))}
+    return found if all(found.values()) else {}
+
+
 def derive(which: str, fields: dict[str, int]) -> dict[str, int]:
-    return {**fields, "smem_bytes": int(smem_bytes(which, fields))}
+    """Fields that follow from others."""
+    found = {**fields, "smem_bytes": int(smem_bytes(which, fields))}
+    if "dq_block_q" in fields:
+        found["dq_smem_bytes"] = int(dq_smem_bytes(fields))
+    return found
 
 
 def constraints(problem: Problem, target: Target) -> list[Constraint]:
@@ -85,8 +113,14 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
     return 1
 
 
+def _dq_by_rows(problem: Problem) -> bool:
+    """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way where neither dK nor dV is wanted."""
+    return problem.dq and (problem.deterministic or not (problem.dk or problem.dv))
+
+
 def params(problem: Problem) -> Sequence[tuple[str, str]]:
-    return (("float*", "dq_sum"),) if problem.which == "backward" and problem.dq and not problem.deterministic else ()
+    """The float32 sum of dQ that blocks add to."""
+    return (("float*", "dq_sum"),) if problem.which == "backward" and problem.dq and not _dq_by_rows(problem) else ()
 
 
 def _q_tiles(problem: Problem, plan: Plan, sizes: Sizes) -> int:
@@ -103,15 +137,24 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
-    q_blocks = _ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
+    """The kernels of a call in order; grids are one-dimensional, so that batch * heads may exceed 65,535."""
+
+    def q_blocks(block_q: int) -> tuple[int, int, int]:
+        return _ceil_div(sizes.q_len, block_q) * sizes.batch * sizes.heads, 1, 1
+
     if problem.which == "forward":
-        found = [Launch("forward", (q_blocks, 1, 1), plan.warps * 32, plan.smem_bytes)]
-    else:
-        kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads
-        found = [Launch("backward_prepare", (q_blocks, 1, 1), 128, 0), Launch("backward_main", (kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes)]
-        if problem.dq:
-            found.append(Launch("backward_finish", (q_blocks, 1, 1), 128, 0))
-    return [launch for launch in found if launch.grid[0]]
+        return [Launch("forward", q_blocks(plan.block_q), plan.warps * 32, plan.smem_bytes)]
+    by_rows = _dq_by_rows(problem)
+    by_atomics = problem.dq and not by_rows
+    kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads
+    found = [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
+    if problem.dk or problem.dv or by_atomics or problem.capture_grads:
+        found.append(Launch("backward_main", (kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes))
+    if by_rows:
+        found.append(Launch("backward_dq", q_blocks(plan.dq_block_q), plan.dq_block_q * 2, plan.dq_smem_bytes))
+    if by_atomics:
+        found.append(Launch("backward_finish", q_blocks(plan.block_q), 128, 0))
+    return found
 
 
 FAMILY = Family(

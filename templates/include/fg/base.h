@@ -43,12 +43,13 @@ FG_FN double to_real(double x) { return x; }
 FG_FN float to_real(bf16 x) { return bits_to_float((unsigned)x.bits << 16); }
 FG_FN float to_real(f16 x) {
 #if FG_HOST
-  // exponent rebias by a multiplication, which is exact also for subnormals; Inf and NaN keep their payload
-  const unsigned h = x.bits;
-  const unsigned magnitude = (h & 0x7fffu) << 13;
-  const float finite = bits_to_float(magnitude) * 5.192296858534828e+33f;  // 2^112
+  // no step touches a subnormal float, so that kernels may flush those: a subnormal half is the difference of two normal numbers
+  const unsigned h = x.bits, magnitude = (h & 0x7fffu) << 13;
+  const unsigned normal = magnitude + (112u << 23);
+  const unsigned subnormal = float_to_bits(bits_to_float(magnitude + (113u << 23)) - bits_to_float(113u << 23));
   const unsigned special = 0x7f800000u | magnitude;
-  const unsigned bits = (h & 0x7c00u) == 0x7c00u ? special : float_to_bits(finite);
+  unsigned bits = (h & 0x7c00u) == 0 ? subnormal : normal;
+  bits = (h & 0x7c00u) == 0x7c00u ? special : bits;
   return bits_to_float(bits | (h & 0x8000u) << 16);
 #else
   float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits)); return f;
@@ -86,6 +87,26 @@ template <class T, class R> FG_FN T from_real(R x) {  // to nearest even
   T y;
   round_to(y, x);
   return y;
+}
+
+// a product that rounds on its own: compilers may otherwise fuse it with a sum, which moves a comparison by an ulp
+FG_FN float product(float a, float b) {
+#if FG_HOST
+  float r = a * b;
+  asm("" : "+g"(r));
+  return r;
+#else
+  return __fmul_rn(a, b);
+#endif
+}
+FG_FN double product(double a, double b) {
+#if FG_HOST
+  double r = a * b;
+  asm("" : "+g"(r));
+  return r;
+#else
+  return __dmul_rn(a, b);
+#endif
 }
 
 // floored division and modulus, as in Python; a zero divisor (an element that nobody sees) gives 0 instead of a trap

@@ -160,11 +160,12 @@ FG_FN float erf(float x) {
 }
 FG_FN double erf(double x) { return __builtin_erf(x); }
 
-// x - n pi / 2 in double is exact enough for every float below 2^28; larger ones lose digits.
+// x - n pi / 2 in double, pi / 2 in two parts: right for every float below 2^31, beyond that a value in [-1, 1].
 struct Angle { float r; int quadrant; };
 FG_FN Angle reduce_angle(float x) {
   const double n = __builtin_rint((double)x * 0.63661977236758134308);
-  return Angle{(float)((double)x - n * 1.57079632679489661923), (int)n};
+  const float r = (float)(((double)x - n * 1.57079632679489661923) - n * 6.123233995736766e-17);
+  return Angle{r > 0.8f ? 0.8f : r < -0.8f ? -0.8f : r, (int)n};
 }
 FG_FN float sine_reduced(float r) {
   const float s = r * r;
