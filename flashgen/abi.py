@@ -70,8 +70,12 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
             add("real*", "lse")
         if problem.max_scores:
             add("real*", "max_scores")
+        if problem.out_low:
+            add("T*", "out_low")
     else:
         add("const real*", "lse")
+        if problem.out_low:
+            add("const T*", "out_low")
         if problem.dlse:
             add("const real*", "dlse")
         add("real*", "delta")

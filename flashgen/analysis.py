@@ -12,7 +12,6 @@ from . import derivative, ranges
 from .form import Form
 
 
-
 @dataclass(frozen=True)
 class Facts:
     """Proved properties of a variant."""
@@ -35,10 +34,12 @@ class Facts:
         if not self.has_mask:
             text = ["No mask: every tile is full."]
         else:
-            text = [f"Keys of a row: {self.kv_text}." if self.kv_bounded else "No closed form for the keys of a row: every tile is classified by interval evaluation."]
-            text.append("Tiles are empty, full or partial by interval evaluation" + (" with the bounds of captured tensors over the tile." if self.data_dependent else "."))
+            open_ = "No closed form for the keys of a row: every tile is classified by interval evaluation."
+            how = " with the bounds of captured tensors over the tile" if self.data_dependent else ""
+            text = [f"Keys of a row: {self.kv_text}." if self.kv_bounded else open_, f"Tiles are empty, full or partial by interval evaluation{how}."]
         if self.has_score:
-            text.append(f"Score: {'a * s + c' if self.score_affine else 'a general function of s'}, {self.score_ops} operations per pair, {self.loads_per_pair} of them loads.")
+            shape = "a * s + c" if self.score_affine else "a general function of s"
+            text.append(f"Score: {shape}, {self.score_ops} operations per pair, {self.loads_per_pair} of them loads.")
         return text
 
 

@@ -22,12 +22,12 @@ def _tensor(x: Any, what: str, ndims: tuple[int, ...], kinds: tuple[str, ...] | 
     """Check a captured tensor of the catalogue when it is given; Inputs are checked when their tensor comes."""
     if isinstance(x, lang.Input):
         return x
-    if not lang._is_tensor(x):
+    if not lang.is_tensor(x):
         raise VariantError(f"{what}: a torch tensor (or flashgen.input) is wanted, not {type(x).__name__}.")
     if x.dim() not in ndims:
         raise ShapeError(f"{what}: a tensor of {' or '.join(map(str, ndims))} dimension(s) is wanted, got shape {tuple(x.shape)}.")
     name = lang.dtype_name(x.dtype)
-    if kinds and lang._STORAGE.get(name) not in kinds:
+    if kinds and lang.STORAGE.get(name) not in kinds:
         raise DtypeError(f"{what}: dtype {name} is not supported; wanted is {' or '.join(kinds)}.")
     return x
 
@@ -65,7 +65,7 @@ def sliding_window(left: int = -1, right: int = -1) -> Mask:
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         low = k >= q + _offset - left if left >= 0 else True
         high = k <= q + _offset + right if right >= 0 else True
-        return lang.FUNCTIONS["logical_and"](low, high) if left >= 0 and right >= 0 else (low if left >= 0 else high)
+        return lang.logical_and(low, high) if left >= 0 and right >= 0 else (low if left >= 0 else high)
 
     return Mask(window, f"sliding_window({left}, {right})")
 
@@ -176,8 +176,9 @@ def block_sparse(blocks: Any, block_size: int) -> Mask:
 
 def from_dense(mask: Any) -> Mask:
     """A bool tensor broadcastable to ``(B, Hq, Lq, Lk)``, True = visible. Any other dtype is a DtypeError: pass additive masks as ``bias``."""
-    if lang._is_tensor(mask) and lang.dtype_name(mask.dtype) != "bool":
-        raise DtypeError(f"from_dense: the mask has dtype {lang.dtype_name(mask.dtype)}; it must be bool (True = visible). Pass an additive mask as score=flashgen.bias(tensor).")
+    if lang.is_tensor(mask) and lang.dtype_name(mask.dtype) != "bool":
+        name = lang.dtype_name(mask.dtype)
+        raise DtypeError(f"from_dense: the mask has dtype {name}; it must be bool (True = visible). Pass an additive mask as score=flashgen.bias(tensor).")
     _tensor(mask, "from_dense(mask)", (0, 1, 2, 3, 4))
     return Mask(lambda b, h, q, k: lang.to(_broadcast_load(mask, (b, h, q, k)), "bool"), "from_dense")
 
@@ -219,28 +220,25 @@ def alibi(slopes: Any = None) -> Score:
 
 def bias(tensor: Any) -> Score:
     """s + tensor, broadcastable to ``(B, Hq, Lq, Lk)``, floating; an entry of -inf masks. Differentiable."""
-    if lang._is_tensor(tensor) and lang._STORAGE.get(lang.dtype_name(tensor.dtype)) != lang.REAL:
+    if lang.is_tensor(tensor) and lang.STORAGE.get(lang.dtype_name(tensor.dtype)) != lang.REAL:
         raise DtypeError(f"bias: dtype {lang.dtype_name(tensor.dtype)}; it must be floating. Pass a boolean mask as mask=flashgen.from_dense(tensor).")
     _tensor(tensor, "bias(tensor)", (0, 1, 2, 3, 4), ("real",))
 
-    def add(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        t = _broadcast_load(tensor, (b, h, q, k))
-        return s + lang.where(t == -math.inf, 0.0, t)
-
+    add = lambda s, b, h, q, k: s + _broadcast_load(tensor, (b, h, q, k))  # noqa: E731
     return Score(add, "bias", Mask(lambda b, h, q, k: _broadcast_load(tensor, (b, h, q, k)) != -math.inf, "bias > -inf"))
 
 
 def relative_bias(table: Any) -> Score:
     """s + table[..., clamp(q + off - k, -R, R) + R]; table ``(2R+1,)`` or ``(Hq, 2R+1)``, floating. Differentiable."""
     _tensor(table, "relative_bias(table)", (1, 2), ("real",))
-    if lang._is_tensor(table) and table.shape[-1] % 2 == 0:
+    if lang.is_tensor(table) and table.shape[-1] % 2 == 0:
         raise ShapeError(f"relative_bias(table): the last dimension is 2R + 1, an odd number; got {table.shape[-1]}.")
 
     def add(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         captured = lang.as_captured(table)
         two = captured.capture.ndim == 2
         captured.capture.expect = ("H", None) if two else (None,)
-        size = captured.capture.shape[-1] if captured.capture.shape is not None else 1
+        size = captured.capture.sizes()[-1]
         if size % 2 == 0:
             raise ShapeError(f"relative_bias(table): the last dimension is 2R + 1, an odd number; got {size}.")
         radius = size // 2
@@ -260,7 +258,7 @@ def t5_bias(table: Any, bidirectional: bool = True, max_distance: int = 128) -> 
 
     def add(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         captured = lang.as_captured(table, (None, "H"))
-        buckets = captured.capture.shape[0] if captured.capture.shape is not None else 32
+        buckets = captured.capture.sizes()[0]
         one_side = buckets // 2 if bidirectional else buckets
         exact = one_side // 2
         if exact < 1 or max_distance <= exact:

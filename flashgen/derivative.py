@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from .form import Form, Node
-from .language import BOOL, FLOATS, REAL
+from .language import BOOL, FLOATS, REAL, SINGLE
 
 
 class Graph:
@@ -20,17 +20,21 @@ class Graph:
     def __init__(self, form: Form):
         self.form = form
         self.nodes: list[Node] = list(form.nodes)
-        self._index = {node: i for i, node in enumerate(self.nodes) if not isinstance(node.data, float)}
+        self._index = {node.key: i for i, node in enumerate(self.nodes)}
 
-    def make(self, op: str, *args: int, kind: str = REAL, data: object = None) -> int:
-        node = Node(op, kind, args, data)
-        if isinstance(data, float):  # 0.0 and -0.0 are equal keys but different numbers
+    def make(self, op: str, *args: int | None, kind: str = REAL, data: object = None) -> int:
+        """The node of an operation. Slopes are REAL: float32 parts of a float64 problem are converted, not mixed."""
+        found = tuple(a for a in args if a is not None)
+        return self._add(Node(op, kind, tuple(map(self._as_real, found)) if kind == REAL else found, data))
+
+    def _as_real(self, i: int) -> int:
+        return self._add(Node("cast", REAL, (i,))) if self.nodes[i].type == SINGLE else i
+
+    def _add(self, node: Node) -> int:
+        i = self._index.setdefault(node.key, len(self.nodes))
+        if i == len(self.nodes):
             self.nodes.append(node)
-            return len(self.nodes) - 1
-        if node not in self._index:
-            self._index[node] = len(self.nodes)
-            self.nodes.append(node)
-        return self._index[node]
+        return i
 
     def const(self, value: float) -> int:
         return self.make("const", data=value)
@@ -47,6 +51,18 @@ _Partial = Callable[[Graph, int, tuple[int, ...]], tuple["int | None", ...]]
 
 def _one_minus_square(g: Graph, v: int) -> int:
     return g.make("sub", g.const(1.0), g.make("mul", v, v))
+
+
+def _power_slope(g: Graph, a: tuple[int, ...]) -> int:
+    """y * x^(y - 1), and 0 for y = 0 even at x = 0, as in torch."""
+    slope = g.make("mul", a[1], g.make("pow", a[0], g.make("sub", a[1], g.const(1.0))))
+    return slope if g.nodes[a[1]].op == "const" else g.make("where", g.make("eq", a[1], g.const(0.0), kind=BOOL), g.const(0.0), slope)
+
+
+def _exponent_slope(g: Graph, v: int, a: tuple[int, ...]) -> int:
+    """x^y * log(x), and 0 at x = 0 for y >= 0, as in torch."""
+    flat = g.make("and", g.make("eq", a[0], g.const(0.0), kind=BOOL), g.make("ge", a[1], g.const(0.0), kind=BOOL), kind=BOOL)
+    return g.make("where", flat, g.const(0.0), g.make("mul", v, g.make("log", a[0])))
 
 
 PARTIALS: dict[str, _Partial] = {
@@ -72,9 +88,12 @@ PARTIALS: dict[str, _Partial] = {
     "atan2": lambda g, v, a: tuple(
         g.make("div", n, g.make("add", g.make("mul", a[0], a[0]), g.make("mul", a[1], a[1]))) for n in (a[1], g.make("neg", a[0]))
     ),
-    "pow": lambda g, v, a: (g.make("mul", a[1], g.make("pow", a[0], g.make("sub", a[1], g.const(1.0)))), g.make("mul", v, g.make("log", a[0]))),
+    "pow": lambda g, v, a: (_power_slope(g, a), _exponent_slope(g, v, a)),
 }
-FLAT = {"floor", "ceil", "trunc", "round", "sign", "floordiv", "truncdiv", "cast", "detach", "load", "number", "const", "s", "b", "h", "q", "k", "q_len", "kv_len", "heads"}
+FLAT = {
+    "floor", "ceil", "trunc", "round", "sign", "floordiv", "truncdiv", "cast", "detach", "load", "number", "const", "s", "b", "h", "q", "k", "q_len", "kv_len",
+    "heads",
+}  # fmt: skip
 
 
 class Tangents:

@@ -69,7 +69,7 @@ def emit(spec: Spec) -> Source:
     context = {
         "problem": problem, "plan": plan, "target": spec.target, "params": layout.fields, "hooks": made, "real": problem.real,
         "storage": abi.storage_type(problem), "headers": family.headers, "has_score": spec.form.score >= 0, "has_mask": spec.form.mask >= 0,
-        "sink": problem.sink, "lse": problem.lse, "max_scores": problem.max_scores, "dlse": problem.dlse, "dq": problem.dq, "dk": problem.dk, "dv": problem.dv,
+        "sink": problem.sink, "lse": problem.lse, "max_scores": problem.max_scores, "out_low": problem.out_low, "dlse": problem.dlse, "dq": problem.dq, "dk": problem.dk, "dv": problem.dv,
         "capture_grads": problem.capture_grads if made.capture_grads else (), "varlen": problem.layout == "varlen", "seqlens_k": problem.seqlens_k,
         "deterministic": problem.deterministic, "dropout": problem.dropout,
     }  # fmt: skip

@@ -12,10 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import DtypeError, VariantError
+from .errors import DtypeError, FlashgenError, VariantError
 
-BOOL, INT, LONG, REAL = "bool", "int", "long", "real"
-RANK = {BOOL: 0, INT: 1, LONG: 2, REAL: 3}
+BOOL, INT, LONG, SINGLE, REAL = "bool", "int", "long", "single", "real"
+# SINGLE is float32 always (int / int, a number times an index); REAL is float32, or float64 for float64 inputs (scores, captured floats)
+RANK = {BOOL: 0, INT: 1, LONG: 2, SINGLE: 3, REAL: 4}
+FLOATS = (SINGLE, REAL)
 STORAGE = {
     "bool": BOOL, "uint8": INT, "int8": INT, "int16": INT, "int32": INT, "int64": LONG,
     "float16": REAL, "bfloat16": REAL, "float32": REAL, "float64": REAL,
@@ -50,7 +52,7 @@ class Capture:
     """
 
     def __init__(self, tensor: Any = None, *, name: str | None = None, ndim: int = 0, expect: tuple | None = None, recipe: tuple | None = None):
-        self.tensor = tensor if name is None else None  # an input's tensor belongs to one call
+        self.tensor: Any = tensor if name is None else None  # an input's tensor belongs to one call
         self.name, self.expect, self.recipe, self.consumed = name, expect, recipe, False
         self.dtype = dtype_name(tensor.dtype) if tensor is not None else "float32"
         self.ndim = tensor.dim() if tensor is not None else ndim
@@ -99,7 +101,8 @@ def as_captured(x: Any, expect: tuple | None = None) -> Indexed:
     if capture is None:
         if isinstance(x, Input):
             # two Inputs of one name are one tensor
-            capture = next((c for c in tracer.captures.values() if c.name == x.name), None) or Capture(tracer.inputs.get(x.name), name=x.name, ndim=x.ndim, expect=expect)
+            capture = next((c for c in tracer.captures.values() if c.name == x.name), None)
+            capture = capture or Capture(tracer.inputs.get(x.name), name=x.name, ndim=x.ndim, expect=expect)
             if capture.ndim != x.ndim:
                 raise VariantError(f"flashgen.input({x.name!r}, ndim={x.ndim}): the tensor has {capture.ndim} dimensions.")
         else:
@@ -157,7 +160,7 @@ class Operand:
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS or name.startswith("__"):
             if is_in_place(name):
-                raise VariantError(f"{name} writes in place: score and mask functions are pure.")
+                raise UnknownAttribute(f"{name} writes in place: score and mask functions are pure. Use the method without the underscore.")
             raise UnknownAttribute(f"a traced value has no attribute {name!r}; its methods are {', '.join(sorted(FUNCTIONS))}.")
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
 
@@ -174,7 +177,7 @@ class Expr(Operand):
     def dtype(self) -> Any:
         import torch
 
-        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64, REAL: torch.float32}[self.type]
+        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}.get(self.type, torch.float32)
 
     @property
     def device(self) -> Any:
@@ -335,7 +338,7 @@ def const(value: bool | int | float) -> Expr:
         return Expr("const", BOOL, (), value)
     if isinstance(value, int):
         return Expr("const", INT if -(2**31) <= value < 2**31 else LONG, (), value)
-    return Expr("const", REAL, (), float(value))
+    return Expr("const", SINGLE, (), float(value))
 
 
 def wrap(x: Any, *, static: bool = False) -> Expr:
@@ -353,7 +356,7 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         return const(value) if static else Expr("number", const(value).type, (), value)
     if isinstance(x, numbers.Real):
         real = float(x)
-        return const(real) if static or not math.isfinite(real) else Expr("number", REAL, (), real)
+        return const(real) if static or not math.isfinite(real) else Expr("number", SINGLE, (), real)
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
 
@@ -363,7 +366,8 @@ def cast(x: Expr, type: str) -> Expr:
     if x.op in ("number", "const") and not (x.op == "number" and type == BOOL):
         if type in (INT, LONG) and not math.isfinite(x.data):
             raise VariantError(f"{x.data} cannot be converted to an integer.")
-        return Expr(x.op, type, (), {BOOL: bool, INT: int, LONG: int, REAL: float}[type](x.data))
+        convert: Callable[[Any], Any] = {BOOL: bool, INT: int, LONG: int}.get(type, float)
+        return Expr(x.op, type, (), convert(x.data))
     return Expr("cast", type, (x,))
 
 
@@ -392,5 +396,7 @@ def call_torch(func: Any, args: tuple, kwargs: dict) -> Any:
 def _call(name: str, args: tuple, kwargs: dict) -> Any:
     try:
         return FUNCTIONS[name](*args, **kwargs)
+    except FlashgenError:
+        raise
     except TypeError as error:
         raise VariantError(f"torch.{name} with these arguments cannot be traced in a score or mask function: {error}.") from error

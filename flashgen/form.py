@@ -7,15 +7,12 @@ Equal forms are equal programs: only values of captures and run-time numbers may
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from .language import FLOATS, REAL, Capture, Expr
-
-COMMUTATIVE = ("and", "or")  # boolean only; float operations keep the user's order
 
 
 class Node(NamedTuple):
@@ -26,6 +23,11 @@ class Node(NamedTuple):
     args: tuple[int, ...] = ()
     data: Any = None
 
+    @property
+    def key(self) -> tuple:
+        """What equal nodes share: 0.0 and -0.0, True and 1 are different data."""
+        return self.op, self.type, self.args, repr(self.data)
+
 
 class CaptureSpec(NamedTuple):
     """What the text must know of a captured tensor."""
@@ -34,9 +36,12 @@ class CaptureSpec(NamedTuple):
     ndim: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form:
-    """The score and mask of a variant as one graph in evaluation order. ``score`` and ``mask`` are node indices, -1 for none."""
+    """The score and mask of a variant as one graph in evaluation order. ``score`` and ``mask`` are node indices, -1 for none.
+
+    Forms are equal when their texts are: 0.0 and -0.0 differ there, and a NaN equals itself.
+    """
 
     nodes: tuple[Node, ...]
     score: int
@@ -51,6 +56,12 @@ class Form:
         """Canonical JSON; ``Form.parse`` reads it back, in any process."""
         nodes = [[n.op, n.type, list(n.args), _encode(n.data)] for n in self.nodes]
         return json.dumps([nodes, self.score, self.mask, self.captures, self.floats, self.ints, self.sink], separators=(",", ":"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -142,13 +153,9 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
                 int_types.append(e.type)
                 data = len(ints) - 1
         node = Node(e.op, e.type, tuple(place[id(a)] for a in e.args), data)
-        key = (node, math.copysign(1.0, data) if isinstance(data, float) else type(data).__name__)
-        if isinstance(data, float) and math.isnan(data):
-            key = (node.op, node.type, "nan")
-        if key not in index:
-            index[key] = len(nodes)
+        place[id(e)] = index.setdefault(node.key, len(nodes))
+        if place[id(e)] == len(nodes):
             nodes.append(node)
-        place[id(e)] = index[key]
     form = Form(
         tuple(nodes),
         -1 if score is None or score.op == "s" else place[id(score)],
@@ -156,5 +163,3 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
         tuple(CaptureSpec(c.dtype, c.ndim) for c in captures), len(floats), tuple(int_types), sink,
     )  # fmt: skip
     return Traced(form, tuple(captures), tuple(floats), tuple(ints), form.score_slots())
-
-

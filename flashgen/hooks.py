@@ -60,7 +60,8 @@ def make(form: Form, problem: Problem) -> Hooks:
     stages = _Stages(extended, problem.real, roots)
 
     score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"]) if form.score >= 0 else []
-    grad_lines = stages.function([form.score, slope], lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]) if slope >= 0 else []
+    both = lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]  # noqa: E731
+    grad_lines = stages.function([form.score, slope], both) if slope >= 0 else []
     mask_lines = stages.function([form.mask], lambda p: [f"return {p.expression(form.mask)};"]) if form.mask >= 0 else []
     capture_lines: list[str] = []
     if gradients:
@@ -69,13 +70,14 @@ def make(form: Form, problem: Problem) -> Hooks:
         def finish(p: Printer) -> list[str]:
             lines = []
             for load, g in gradients:
-                node = extended.nodes[load]
-                slot = node.data
-                offset = "0"
-                for d, a in enumerate(node.args):  # row-major offset in the contiguous gradient
-                    index = f"fg::clamp_index({p.expression(a)}, p.capture_{slot}_size_{d})"
-                    offset = index if d == 0 else f"({offset}) * p.capture_{slot}_size_{d} + {index}" if d > 1 else f"(long long){offset} * p.capture_{slot}_size_{d} + {index}"
-                lines.append(f"fg::grad_add(p.grad_{slot} + ({offset}), dscore * ({p.expression(g)}));")
+                slot, offset = extended.nodes[load].data, "0"
+                for d, a in enumerate(extended.nodes[load].args):  # row-major offset in the contiguous gradient
+                    size = f"p.capture_{slot}_size_{d}"
+                    index = f"fg::clamp_index({p.expression(a)}, {size})"
+                    before = f"(long long){offset}" if d == 1 else f"({offset})"
+                    offset = f"{before} * {size} + {index}" if d else index
+                one = extended.nodes[g].op == "const" and extended.nodes[g].data == 1.0
+                lines.append(f"fg::grad_add(p.grad_{slot} + ({offset}), {'dscore' if one else f'dscore * ({p.expression(g)})'});")
             return lines
 
         capture_lines = stages.function(wanted, finish)
@@ -131,9 +133,10 @@ class _Stages:
         return lines + finish(printer)
 
 
-def _tile_names() -> dict[str, str]:
-    return {"b": "fg::Span{u.b, u.b}", "h": "fg::Span{u.h, u.h}", "q": "fg::Span{q_first, q_last}", "k": "fg::Span{k_first, k_last}",
-            "q_len": "fg::Span{u.lens.q_len, u.lens.q_len}", "kv_len": "fg::Span{u.lens.kv_len, u.lens.kv_len}", "heads": "fg::Span{p.heads, p.heads}"}  # fmt: skip
+_TILE = {
+    "b": "fg::Span{u.b, u.b}", "h": "fg::Span{u.h, u.h}", "q": "fg::Span{q_first, q_last}", "k": "fg::Span{k_first, k_last}",
+    "q_len": "fg::Span{u.lens.q_len, u.lens.q_len}", "kv_len": "fg::Span{u.lens.kv_len, u.lens.kv_len}", "heads": "fg::Span{p.heads, p.heads}",
+}  # fmt: skip
 
 
 def _range(form: Form, axis: str) -> list[str]:
@@ -142,7 +145,7 @@ def _range(form: Form, axis: str) -> list[str]:
     bounds = ranges.axis_bounds(form, axis)
     if bounds == ranges.UNBOUNDED:
         return [f"return fg::Range{{0, {length}}};"]
-    spans = PrintedSpans(_tile_names())
+    spans = PrintedSpans(_TILE)
     total = ranges.axis_span(bounds, Evaluator(form, spans), spans)
     return [*spans.lines, f"return fg::range_within({total}, {length});"]
 
@@ -150,6 +153,6 @@ def _range(form: Form, axis: str) -> list[str]:
 def _tile_class(form: Form) -> list[str]:
     if form.mask < 0:
         return []
-    spans = PrintedSpans(_tile_names())
+    spans = PrintedSpans(_TILE)
     truth = Evaluator(form, spans).span(form.mask)
     return [*spans.lines, f"return {truth}.must ? fg::FULL : {truth}.may ? fg::PARTIAL : fg::EMPTY;"]

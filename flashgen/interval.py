@@ -15,6 +15,7 @@ from .language import BOOL, FLOATS, INT, LONG
 
 FAR = 1 << 61
 SCAN_LIMIT = 4096
+EXACT = 1 << 24  # integers beyond round when they become floats
 
 
 class Spans(Protocol):
@@ -31,7 +32,8 @@ class Spans(Protocol):
 _INTEGER = {"add": "span_add", "sub": "span_sub", "mul": "span_mul", "neg": "span_neg", "abs": "span_abs", "floordiv": "span_floordiv", "mod": "span_mod",
             "minimum": "span_minimum", "maximum": "span_maximum"}  # fmt: skip
 _TRUTH = {"and": "truth_and", "or": "truth_or", "xor": "truth_xor", "not": "truth_not"}
-_ORDER = {"le": ("truth_le", False), "lt": ("truth_lt", False), "ge": ("truth_le", True), "gt": ("truth_lt", True), "eq": ("truth_eq", False), "ne": ("truth_ne", False)}
+_ORDER = {"le": ("truth_le", False), "lt": ("truth_lt", False), "ge": ("truth_le", True), "gt": ("truth_lt", True), "eq": ("truth_eq", False),
+          "ne": ("truth_ne", False)}  # fmt: skip
 
 
 class Evaluator:
@@ -41,9 +43,24 @@ class Evaluator:
         self.form, self.spans, self.known = form, spans, {}  # type: ignore[var-annotated]
 
     def span(self, i: int) -> Any:
-        if i not in self.known:
-            self.known[i] = self._evaluate(i)
+        todo = [i]  # a stack of its own: long chains of | would exhaust Python's
+        while todo:
+            j = todo[-1]
+            unknown = [a for a in self._used(j) if a not in self.known] if j not in self.known else []
+            if unknown:
+                todo.extend(reversed(unknown))
+            else:
+                if j not in self.known:
+                    self.known[j] = self._evaluate(j)
+                todo.pop()
         return self.known[i]
+
+    def _used(self, i: int) -> tuple[int, ...]:
+        """The arguments that evaluating a node surely asks for."""
+        op, kind = self.form.nodes[i].op, self.form.nodes[i].type
+        logic, whole = kind == BOOL, kind in (INT, LONG)
+        used = op in _ORDER or (op in _TRUTH and logic) or (op in _INTEGER and whole) or (op == "where" and (whole or logic))
+        return self.form.nodes[i].args if used else ()
 
     def as_integer(self, i: int) -> Any:
         kind = self.form.nodes[i].type
@@ -92,8 +109,8 @@ class Evaluator:
         return spans.call("real_unknown" if node.type in FLOATS else "span_unknown")
 
 
-def _span(lo: int, hi: int) -> tuple[int, int]:
-    return (max(lo, -FAR), min(hi, FAR))
+def _clip(x: int) -> int:
+    return max(-FAR, min(x, FAR))
 
 
 def _is_far(a: tuple) -> bool:
@@ -125,11 +142,11 @@ def _neg(a: tuple) -> tuple:
 
 
 def _add(a: tuple, b: tuple) -> tuple:
-    return (-FAR if min(a[0], b[0]) <= -FAR else a[0] + b[0], FAR if max(a[1], b[1]) >= FAR else a[1] + b[1])
+    return (-FAR if min(a[0], b[0]) <= -FAR else _clip(a[0] + b[0]), FAR if max(a[1], b[1]) >= FAR else _clip(a[1] + b[1]))
 
 
 def _le(a: tuple, b: tuple) -> tuple:
-    certain = not (len(a) > 2 and (a[2] or b[2])) if len(a) > 2 else not (_is_far(a) or _is_far(b))
+    certain = not (a[2] or b[2]) if len(a) > 2 else not (_is_far(a) or _is_far(b))
     return (a[1] <= b[0] and certain, a[0] <= b[1])
 
 
@@ -157,14 +174,15 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "span_minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])), "span_maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "span_of": lambda a: (int(a[0]), int(a[1])), "span_unknown": lambda: (-FAR, FAR),
     "span_where": lambda c, a, b: a if c[0] else (b if not c[1] else (min(a[0], b[0]), max(a[1], b[1]))),
-    "truth_and": lambda a, b: (a[0] and b[0], a[1] and b[1]), "truth_or": lambda a, b: (a[0] or b[0], a[1] or b[1]), "truth_not": lambda a: (not a[1], not a[0]),
+    "truth_and": lambda a, b: (a[0] and b[0], a[1] and b[1]), "truth_or": lambda a, b: (a[0] or b[0], a[1] or b[1]),
+    "truth_not": lambda a: (not a[1], not a[0]),
     "truth_xor": lambda a, b: ((a[0] and not b[1]) or (b[0] and not a[1]), (a[1] and not b[0]) or (b[1] and not a[0])),
     "truth_where": lambda c, a, b: a if c[0] else (b if not c[1] else (a[0] and b[0], a[1] or b[1])),
     "truth_unknown": lambda: (False, True), "truth_of": lambda a: ((a[0] > 0 or a[1] < 0) and not _is_far(a), a != (0, 0)),
     "truth_le": _le, "truth_lt": _lt, "truth_eq": _eq, "truth_ne": _ne,
     "span_below": lambda a: (-FAR, a[1]), "span_above": lambda a: (a[0], FAR), "span_meet": lambda a, b: (max(a[0], b[0]), min(a[1], b[1])),
     "span_join": lambda a, b: b if a[0] > a[1] else (a if b[0] > b[1] else (min(a[0], b[0]), max(a[1], b[1]))),
-    "real_of": lambda a: (float(a[0]), float(a[1]), False) if not _is_far(a) else (-math.inf, math.inf, True),
+    "real_of": lambda a: (float(a[0]), float(a[1]), False) if max(abs(a[0]), abs(a[1])) <= EXACT else (-math.inf, math.inf, True),
     "real_unknown": lambda: (-math.inf, math.inf, True),
 }  # fmt: skip
 
@@ -189,10 +207,11 @@ class NumberSpans:
 
     def load(self, slot: int, kind: str, indices: Sequence[tuple]) -> tuple:
         data = self.captures[slot]
+        if data is None or data.size == 0 or data.ndim > 4:
+            return (-FAR, FAR)
         boxes = [tuple(min(max(x, 0), n - 1) for x in i) for i, n in zip(indices, data.shape)]
         part = data[tuple(slice(lo, hi + 1) for lo, hi in boxes)]
-        wide = [n for n in part.shape if n > 1]
-        if part.size == 0 or part.size > SCAN_LIMIT or len(wide) > 2:
+        if part.size > SCAN_LIMIT or any(n > 1 for n in part.shape[:-2]):
             return (-FAR, FAR)
         return (int(part.min()), int(part.max()))
 

@@ -74,7 +74,8 @@ class Kernel:
         if not variant.inputs:
             for max_scores in (False, True):  # made ahead, so that a traced call only looks them up
                 for layout in ("dense", "varlen"):
-                    self._handle(self._traced({}), layout, max_scores)
+                    for out_low in (False, True):
+                        self._handle(self._traced({}), layout, max_scores, out_low)
 
     # ---- calls
 
@@ -143,10 +144,10 @@ class Kernel:
     def _traced(self, inputs: Mapping[str, Tensor]) -> Traced:
         return self.variant.trace(dict(inputs)) if self.variant.inputs else self.variant.plain
 
-    def _handle(self, traced: Traced, layout: str, max_scores: bool) -> str:
-        key = (traced.form.text, layout, max_scores) if self.variant.inputs else (layout, max_scores)
+    def _handle(self, traced: Traced, layout: str, max_scores: bool, out_low: bool) -> str:
+        key = (traced.form.text, layout, max_scores, out_low) if self.variant.inputs else (layout, max_scores, out_low)
         if key not in self._handles:
-            self._handles[key] = Handle(traced.form.text, layout, True, max_scores, self.target, self.family, self.forced).text
+            self._handles[key] = Handle(traced.form.text, layout, True, max_scores, out_low, self.target, self.family, self.forced).text
         return self._handles[key]
 
     def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, layout: str) -> tuple[Call, Traced]:
@@ -195,13 +196,14 @@ class Kernel:
         return Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1]), traced
 
     def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
-        text = self._handle(traced, layout, max_scores)
         slots = traced.score_slots
         differentiable = [call.q, call.k, call.v, *(call.captures[n] for n in slots)]
         if call.sink is not None:
             differentiable.append(call.sink)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
-            return ops.forward(text, call)
+            return ops.forward(self._handle(traced, layout, max_scores, False), call)[:3]
+        learned = any(call.captures[n].requires_grad for n in slots)
+        text = self._handle(traced, layout, max_scores, learned)
         numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k)
         captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
         return ops.Attention.apply(text, (self._is_deterministic(), slots), numbers, *call[:7], *captures)
@@ -242,7 +244,8 @@ class Kernel:
             raise VariantError(f"unknown arguments {', '.join(call)}.")
         made, traced = self._packed(q, k, v, *first, *common) if varlen else self._dense(q, k, v, *first, *common, layout)
         target = targets.parse(self.target) if self.target else ops.resolve_target(None, made.q.device)
-        handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted)
+        learned = any(made.captures[n].requires_grad for n in traced.score_slots)
+        handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
         made = ops._prepared(made)
         aligned = ops._aligned([made.q, made.k, made.v])
         if which == "forward":
@@ -250,7 +253,7 @@ class Kernel:
         wants = [t.requires_grad for t in (q, k, v)]
         slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]
         wants = wants if any(wants) or slots_list else [True] * 3
-        backward = Backward(made.q, None, made.q, made.q, wants, slots_list, self._is_deterministic())
+        backward = Backward(made.q, None, made.q, made.q if slots_list and made.q.element_size() == 2 else made.q.new_empty(0), made.q, wants, slots_list, self._is_deterministic())
         return traced.form, ops.backward_problem(handle, made, backward, aligned), target
 
     def _present(self) -> Target:

@@ -32,6 +32,7 @@ class Handle(NamedTuple):
     layout: str = "dense"
     lse: bool = True
     max_scores: bool = False
+    out_low: bool = False
     target: str | None = None
     family: str | None = None
     plan: tuple[tuple[str, int], ...] | None = None
@@ -178,26 +179,27 @@ def _prepared(c: Call) -> Call:
     return c._replace(q=_rows(c.q), k=_rows(c.k), v=_rows(c.v), sink=sink, captures=captures, **integers)
 
 
-def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, max_scores; those not wanted are empty."""
+def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, max_scores, out_low; those not wanted are empty."""
     handle, form = parse_handle(text)
     c = _prepared(call)
     out = _like(c.q, c.v.shape[-1], c.q.dtype)
     stat = _statistics(c.q)
     top = torch.empty_like(stat) if handle.max_scores else stat.new_empty(0)
+    low = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device) if _keeps_low(handle, c.q) else out.new_empty(0)
     if out.numel() == 0 and stat.numel() == 0:
-        return out, stat, top
+        return out, stat, top, low
     sizes = _sizes(c)
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
     if handle.layout == "varlen":  # rows that belong to no sequence
-        out.zero_(), stat.fill_(float("-inf"))
+        out.zero_(), low.zero_(), stat.fill_(float("-inf"))
         if handle.max_scores:
             top.fill_(float("-inf"))
     problem = forward_problem(handle, c, _aligned(list(tensors.values())))
     arguments = _arguments(c, sizes, tensors, stat)
-    arguments |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr()}
+    arguments |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
     loaded(handle, form, problem, c.q.device).start(arguments, sizes, c.q.device)
-    return out, stat, top
+    return out, stat, top, low
 
 
 class Backward(NamedTuple):
@@ -206,6 +208,7 @@ class Backward(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
     out: Tensor
+    out_low: Tensor  # empty when not kept
     lse: Tensor
     wanted: list[bool]  # dq, dk, dv
     slots: list[int]
@@ -215,12 +218,16 @@ class Backward(NamedTuple):
 def backward_problem(handle: Handle, c: Call, b: Backward, aligned: bool) -> Problem:
     return _problem(
         handle, c, aligned, which="backward", deterministic=b.deterministic, dlse=b.dlse is not None, dq=b.wanted[0], dk=b.wanted[1], dv=b.wanted[2],
-        capture_grads=tuple(b.slots),
+        capture_grads=tuple(b.slots), out_low=b.out_low is not None and b.out_low.numel() > 0,
     )  # fmt: skip
 
 
 def forward_problem(handle: Handle, c: Call, aligned: bool) -> Problem:
-    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores)
+    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=_keeps_low(handle, c.q))
+
+
+def _keeps_low(handle: Handle, q: Tensor) -> bool:
+    return handle.out_low and q.element_size() == 2
 
 
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -240,7 +247,7 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(b.dout), **gradients}
     sizes = _sizes(c)
     arguments = _arguments(c, sizes, tensors, lse)
-    arguments |= {"lse": lse.data_ptr(), "delta": delta.data_ptr()}
+    arguments |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
     dlse = None if b.dlse is None else b.dlse.to(lse.dtype).contiguous()
     if dlse is not None:
         arguments["dlse"] = dlse.data_ptr()
@@ -256,9 +263,9 @@ _COMMON = (
     "float[] floats, int[] ints, float scale, SymInt max_q, SymInt max_k"
 )
 _library = torch.library.Library("flashgen", "DEF")
-_library.define(f"forward(str handle, {_COMMON}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward(str handle, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(str handle, {_COMMON}, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, int[] slots, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    f"backward(str handle, {_COMMON}, Tensor dout, Tensor? dlse, Tensor out, Tensor out_low, Tensor lse, bool[] wanted, int[] slots, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
@@ -266,11 +273,13 @@ for _key in ("CPU", "CUDA"):
     _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _key)
 
 
-def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    c = Call(*a)
+def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    c, parsed = Call(*a), parse_handle(handle)[0]
     q = c.q if c.q.stride(-1) == 1 else c.q.contiguous()
     stat = _statistics(q)
-    return _like(q, c.v.shape[-1], q.dtype), stat, torch.empty_like(stat) if parse_handle(handle)[0].max_scores else stat.new_empty(0)
+    out = _like(q, c.v.shape[-1], q.dtype)
+    low = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device) if _keeps_low(parsed, q) else out.new_empty(0)
+    return out, stat, torch.empty_like(stat) if parsed.max_scores else stat.new_empty(0), low
 
 
 def _fake_backward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -291,7 +300,7 @@ def _direct(*tensors: Tensor | None) -> bool:
     )
 
 
-def forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without autograd: the launcher in eager mode, else the operator."""
     return run_forward(text, call) if _direct(call.q, call.k, call.v) else torch.ops.flashgen.forward(text, *call)
 
@@ -319,8 +328,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, text: str, options: tuple, numbers: tuple, q: Tensor, k: Tensor, v: Tensor, sink: Any, seqlens_k: Any, cu_q: Any, cu_k: Any, *captures: Tensor) -> Any:
         floats, ints, scale, max_q, max_k = numbers
         call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, list(captures), list(floats), list(ints), scale, max_q, max_k)
-        out, lse, top = forward(text, call)
-        ctx.save_for_backward(q, k, v, sink, seqlens_k, cu_q, cu_k, out, lse, *captures)
+        out, lse, top, low = forward(text, call)
+        ctx.save_for_backward(q, k, v, sink, seqlens_k, cu_q, cu_k, out, low, lse, *captures)
         ctx.text, ctx.options, ctx.numbers = text, options, numbers
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
@@ -328,7 +337,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
-        q, k, v, sink, seqlens_k, cu_q, cu_k, out, lse, *captures = ctx.saved_tensors
+        q, k, v, sink, seqlens_k, cu_q, cu_k, out, low, lse, *captures = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (10 + len(captures))
         floats, ints, scale, max_q, max_k = ctx.numbers
@@ -339,7 +348,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = [bool(needs[3]), bool(needs[4]), bool(needs[5])]
-        dq, dk, dv, delta, grads = _backward(ctx.text, call, Backward(dout, dlse, out, lse, wanted, slots, deterministic))
+        dq, dk, dv, delta, grads = _backward(ctx.text, call, Backward(dout, dlse, out, low, lse, wanted, slots, deterministic))
         dsink = None
         if sink is not None and needs[6]:
             # the sink's column of P, exp(sink - lse), has no value row: its dS is -P * delta, where delta already holds -dlse

@@ -19,6 +19,9 @@ STORAGE_TYPES = {
     "float16": "fg::f16", "bfloat16": "fg::bf16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
+FLOAT_LIMIT = 2.0**128 - 2.0**103  # what rounds to an infinite float
+MAX_DEPTH = 24  # operations nested in one expression; what is deeper gets a name
+
 # C++ precedence, loosest first
 _OR, _XOR, _AND, _EQ, _LESS, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = range(10)
 _INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "eq": ("==", _EQ), "ne": ("!=", _EQ), "lt": ("<", _LESS), "le": ("<=", _LESS),
@@ -30,7 +33,7 @@ def real_literal(value: float, real: str) -> str:
     """A literal of the C type ``real`` ("float" or "double")."""
     if math.isnan(value):
         return f"fg::not_a_number<{real}>()"
-    if math.isinf(value):
+    if math.isinf(value) or (real == "float" and abs(value) >= FLOAT_LIMIT):
         return ("-" if value < 0 else "") + f"fg::infinity<{real}>()"
     text = repr(float(value))
     return text + "f" if real == "float" else text
@@ -65,10 +68,13 @@ class Printer:
             for a in self.form.nodes[i].args:
                 self.uses[a] = self.uses.get(a, 0) + 1
                 stack.append(a)
+        depth: dict[int, int] = {}  # of the expression that a node prints as
         for i in sorted(needed):
             node = self.form.nodes[i]
-            if node.op in ("const", "number") or (self.uses[i] == 1 and node.op != "load"):
+            depth[i] = 1 + max((depth.get(a, 0) for a in node.args), default=0)
+            if node.op in ("const", "number") or (self.uses[i] == 1 and node.op != "load" and depth[i] <= MAX_DEPTH):
                 continue
+            depth[i] = 0
             text = self._print(node)[0]
             self.local[i] = f"t{len(self.local)}"
             self.lines.append(f"const {C_TYPES[node.type]} {self.local[i]} = {text};")
@@ -142,9 +148,9 @@ class Printer:
         return text, _UNARY if text.startswith("-") else _ATOM
 
     def _load(self, node: Node) -> str:
-        slot = node.data
-        offset = " + ".join(f"fg::clamp_index({self.expression(a)}, p.capture_{slot}_size_{d}) * p.capture_{slot}_stride_{d}" for d, a in enumerate(node.args)) or "0"
-        element = f"p.capture_{slot}[{offset}]"
+        capture = f"p.capture_{node.data}"
+        terms = [f"fg::clamp_index({self.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args)]
+        element = f"{capture}[{' + '.join(terms) or '0'}]"
         match node.type:
             case "real":
                 return f"real(fg::to_real({element}))"
@@ -163,7 +169,8 @@ class Printer:
             a, b = (self.expression(x) for x in node.args)
             if node.op == "mod":
                 return f"fg::remainder({a}, {b})", _ATOM
-            return f"fg::{'floor' if node.op == 'floordiv' else 'trunc'}({self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)})", _ATOM
+            quotient = f"{self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)}"
+            return f"fg::{'floor' if node.op == 'floordiv' else 'trunc'}({quotient})", _ATOM
         divisor = self.form.nodes[node.args[1]]
         power = divisor.op == "const" and divisor.data > 0 and divisor.data & (divisor.data - 1) == 0
         if power and node.op == "floordiv":  # an arithmetic shift floors, also below zero

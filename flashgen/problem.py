@@ -23,6 +23,7 @@ class Problem:
     which: str = "forward"  # "forward" | "backward"
     layout: str = "dense"  # "dense" | "varlen"
     lse: bool = True  # forward: store the log-sum-exp
+    out_low: bool = False  # 16-bit inputs with learned captures: what rounding out left over is kept too, so that delta is exact to float32
     max_scores: bool = False  # forward: store the largest visible score of each row
     sink: bool = False
     dropout: bool = False

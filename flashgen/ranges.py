@@ -35,8 +35,8 @@ class All:
 
 
 @dataclass(frozen=True)
-class Any_:  # noqa: N801 - the dual of All; `Any` is typing's
-    """At least one holds: the hull of the parts."""
+class Any_:
+    """At least one holds: the hull of the parts. The dual of All; the name `Any` is typing's."""
 
     parts: tuple[Any, ...]
 
@@ -55,7 +55,7 @@ class _Extractor:
             case "not":
                 return self.bounds(node.args[0], not positive)
             case "and" | "or":
-                parts = tuple(self.bounds(a, positive) for a in node.args)
+                parts = tuple(self.bounds(a, positive) for a in self._operands(i))
                 if (node.op == "and") == positive:
                     kept = tuple(p for p in parts if p != UNBOUNDED)
                     return kept[0] if len(kept) == 1 else All(kept)
@@ -63,13 +63,24 @@ class _Extractor:
             case "le" | "lt" | "ge" | "gt" | "eq" | "ne":
                 if any(self.form.nodes[a].type not in (INT, LONG) for a in node.args):
                     return UNBOUNDED
-                op = node.op
+                op: str = node.op
                 if not positive:
                     if op == "eq":
                         return UNBOUNDED
                     op = "eq" if op == "ne" else _FLIP[op]
                 return self.compare(op, self.affine(node.args[0]), self.affine(node.args[1]))
         return UNBOUNDED
+
+    def _operands(self, i: int) -> list[int]:
+        """The operands of nested nodes of one operation, left to right: a long chain of | is one union."""
+        op, found, todo = self.form.nodes[i].op, [], [i]
+        while todo:
+            j = todo.pop()
+            if self.form.nodes[j].op == op:
+                todo.extend(reversed(self.form.nodes[j].args))
+            else:
+                found.append(j)
+        return found
 
     def affine(self, i: int) -> Any:
         """The node as a sympy sum; what is not +, - or a product with a constant becomes an opaque symbol ``n<i>``."""

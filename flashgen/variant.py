@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import language as lang
-from .errors import ShapeError, VariantError
+from .errors import FlashgenError, ShapeError, VariantError
 from .form import Traced, linearise
 
 MAX_HEAD_DIM = 576
+MAX_TRACES = 64  # kept per variant, one for each dtype and broadcast pattern of its inputs
 
 
 def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
@@ -25,7 +26,8 @@ def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
-        raise VariantError(f"the {what} function {getattr(function, '__name__', function)!r} must take {signature}; further parameters need defaults.") from None
+        name = getattr(function, "__name__", function)
+        raise VariantError(f"the {what} function {name!r} must take {signature}; further parameters need defaults.") from None
     except ValueError:  # a builtin without a signature
         return
 
@@ -42,14 +44,14 @@ class Mask:
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_and"](self(b, h, q, k), other(b, h, q, k)), f"({self.name} & {other.name})")
+        return Mask(lambda b, h, q, k: lang.logical_and(self(b, h, q, k), other(b, h, q, k)), f"({self.name} & {other.name})")
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_or"](self(b, h, q, k), other(b, h, q, k)), f"({self.name} | {other.name})")
+        return Mask(lambda b, h, q, k: lang.logical_or(self(b, h, q, k), other(b, h, q, k)), f"({self.name} | {other.name})")
 
     def __invert__(self) -> Mask:
-        return Mask(lambda b, h, q, k: lang.FUNCTIONS["logical_not"](self(b, h, q, k)), f"~{self.name}")
+        return Mask(lambda b, h, q, k: lang.logical_not(self(b, h, q, k)), f"~{self.name}")
 
     def __rand__(self, other: Any) -> Mask:
         return as_mask(other) & self
@@ -83,6 +85,9 @@ class Score:
     def __rrshift__(self, other: Any) -> Score:
         return as_score(other) >> self
 
+    def __bool__(self) -> bool:
+        raise VariantError("a score has no truth value: chain scores with >>, not with and, or, not.")
+
     def __repr__(self) -> str:
         return f"Score({self.name})"
 
@@ -111,6 +116,8 @@ class Variant:
     Raises VariantError for anything that cannot be traced, ShapeError for a head dim out of range.
     """
 
+    plain: Traced  # the trace of a variant without inputs
+
     def __init__(self, head_dim: int | tuple[int, int] | None = None, mask: Any = None, score: Any = None, scale: float | None = None, sink: bool = False):
         self.head_dim = _head_dims(head_dim)
         self.scale = _scale(scale)
@@ -120,31 +127,56 @@ class Variant:
         self.mask = None if mask is None else as_mask(mask)
         self.score = None if score is None else as_score(score)
         self._traced: dict[Any, Traced] = {}
+        self._sized: tuple[str, ...] = ()  # inputs whose sizes Python consumed
         self.inputs: dict[str, int] = {}  # names of flashgen.input -> ndim
-        self.plain = self.trace({})
+        try:
+            self.plain = self.trace({})
+        except VariantError:
+            if not self.inputs:  # else dtypes and sizes are not known yet: a call's own trace will tell
+                raise
 
     def trace(self, inputs: dict[str, Any]) -> Traced:
         """Form and captures; ``inputs`` are the tensors of this call's ``flashgen.input`` names (their dtypes and sizes of 1 decide the form)."""
-        key = tuple(sorted((name, lang.dtype_name(t.dtype), tuple(n == 1 for n in t.shape)) for name, t in inputs.items()))
-        if key not in self._traced:
-            score_fn, mask_fn = self.score, self.mask
-            if score_fn is not None and score_fn.mask is not None:
-                mask_fn = score_fn.mask if mask_fn is None else mask_fn & score_fn.mask
-            with lang.tracing(inputs):
-                s = None if score_fn is None else lang.cast(lang.trace(score_fn, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score"), lang.REAL)
-                m = None if mask_fn is None else lang.trace(mask_fn, (lang.B, lang.H, lang.Q, lang.K), what="mask")
-            if m is not None:
-                if m.type in lang.FLOATS:
-                    raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
-                m = lang.truth(m)
-                if m.op == "const":
-                    m = None if m.data else m
-            traced = linearise(s, m, sink=self.sink)
-            for capture in traced.captures:
-                if capture.name is not None:
-                    self.inputs[capture.name] = capture.ndim
-            self._traced[key] = traced
-        return self._traced[key]
+        found = self._traced.get(self._key(inputs))
+        if found is None:
+            found = self._trace(inputs)
+            if len(self._traced) >= MAX_TRACES:
+                self._traced.clear()
+            self._traced[self._key(inputs)] = found
+        return found
+
+    def _key(self, inputs: dict[str, Any]) -> tuple:
+        sizes = lambda name, t: tuple(t.shape) if name in self._sized else tuple(n == 1 for n in t.shape)  # noqa: E731
+        return tuple(sorted((name, lang.dtype_name(t.dtype), sizes(name, t)) for name, t in inputs.items()))
+
+    def _trace(self, inputs: dict[str, Any]) -> Traced:
+        score, mask = self.score, self.mask
+        if score is not None and score.mask is not None:
+            mask = score.mask if mask is None else mask & score.mask
+        s = m = None
+        errors = []
+        with lang.tracing(inputs) as captures:
+            for what in ("score", "mask"):  # both, so that all inputs are met even if one fails
+                try:
+                    if what == "score" and score is not None:
+                        s = lang.cast(lang.trace(score, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score"), lang.REAL)
+                    if what == "mask" and mask is not None:
+                        m = _condition(lang.trace(mask, (lang.B, lang.H, lang.Q, lang.K), what="mask"))
+                except FlashgenError as error:
+                    errors.append(error)
+        named = [c for c in captures.values() if c.name is not None]
+        self.inputs |= {str(c.name): c.ndim for c in named}
+        if errors:
+            missing = sorted(str(c.name) for c in named if c.shape is None)
+            if missing:
+                raise VariantError(f"{errors[0]} (flashgen.input {', '.join(missing)}: float32 of unknown sizes until given, pass inputs=)") from errors[0]
+            raise errors[0]
+        self._sized = tuple(sorted({*self._sized, *(str(c.name) for c in named if c.consumed)}))
+        traced = linearise(s, m, sink=self.sink)
+        for capture in captures.values():
+            if capture.recipe is not None and capture not in traced.captures:
+                capture.tensor = None  # an intermediate: made anew at each call
+        return traced
 
     def __getstate__(self) -> dict:
         state = dict(self.__dict__)
@@ -154,6 +186,14 @@ class Variant:
 
     def __repr__(self) -> str:
         return f"Variant(head_dim={self.head_dim}, mask={self.mask}, score={self.score}, scale={self.scale}, sink={self.sink})"
+
+
+def _condition(m: lang.Expr) -> lang.Expr | None:
+    """What a mask function returned as a bool; None where it is always true."""
+    if m.type in lang.FLOATS:
+        raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
+    m = lang.truth(m)
+    return None if m.op == "const" and m.data else m
 
 
 def _head_dims(head_dim: Any) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashgen"
 LAYERS = (
-    {"errors", "settings", "target", "language"},
+    {"errors", "settings", "target", "expression", "operations", "functions", "language"},
     {"source", "form", "variant", "catalogue", "problem", "checks"},
     {"analysis", "interval", "derivative", "ranges", "families", "plan"},
     {"printer", "hooks", "abi", "emit"},

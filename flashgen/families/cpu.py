@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 HEAD_DIM_LIMIT = 576
 VECTORS = (1, 2, 3, 4)  # vectors of query rows in a tile
 KEYS = (8, 32, 64, 96, 128)  # keys in a tile
+AMX_ROWS = 32  # query rows in a tile of the AMX kernels: two tile registers
+AMX_KEYS = (64, 128)
+AMX_FEATURES = {"amx_tile", "amx_bf16", "avx512dq", "avx512bw", "avx512_bf16"}
 SMALLEST_L2 = 384 * 1024  # assumed where less is reported: the smallest tiles fit it at every head dim
 
 
@@ -38,47 +41,58 @@ def _refuse(problem: Problem, target: Target) -> list[str]:
     return reasons
 
 
+def _has_amx(problem: Problem, target: Target) -> bool:
+    """Products on tile registers: bfloat16 forward with enough query rows to fill them."""
+    return problem.dtype == "bfloat16" and problem.which == "forward" and problem.size != "few" and AMX_FEATURES <= set(target.features)
+
+
 def _lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     width = _width(problem, target)
-    return [{"block_q": vectors * width, "block_kv": keys} for vectors in VECTORS for keys in KEYS]
+    points = [{"amx": 0, "block_q": vectors * width, "block_kv": keys} for vectors in VECTORS for keys in KEYS]
+    if _has_amx(problem, target):
+        points = [{"amx": 1, "block_q": AMX_ROWS, "block_kv": keys} for keys in AMX_KEYS] + points
+    return points
 
 
-def _scratch(problem: Problem) -> Any:
-    """Elements of the per-thread scratch and of one tile of K and V, as in the kernels' ``struct Scratch``."""
+def _scratch_bytes(problem: Problem) -> Any:
+    """The per-thread scratch and one tile of K and V, as in the kernels' ``struct Scratch``."""
     import sympy
 
-    block_q, block_kv = sympy.symbols("block_q block_kv")
+    amx, block_q, block_kv = sympy.symbols("amx block_q block_kv")
     dims = problem.head_dim_qk + problem.head_dim_v
-    if problem.which == "forward":
-        return block_q * (dims + block_kv) + block_kv * dims
-    return block_q * (2 * dims + problem.head_dim_qk + 2 * block_kv + 2) + block_kv * dims
+    if problem.which == "backward":
+        return _real_bytes(problem) * (block_q * (2 * dims + problem.head_dim_qk + 2 * block_kv + 2) + block_kv * dims)
+    vector = _real_bytes(problem) * (block_q * (dims + block_kv) + block_kv * dims)
+    tile = block_q * (2 * problem.head_dim_qk + 4 * problem.head_dim_v + 10 * block_kv) + 2 * block_kv * dims
+    return sympy.Piecewise((tile, sympy.Eq(amx, 1)), (vector, True))
 
 
 def _constraints(problem: Problem, target: Target) -> list[Constraint]:
-    return [Constraint("L2 cache of one core", _scratch(problem) * _real_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes")]
+    return [Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes")]
 
 
 def _cost(problem: Problem, facts: Facts, target: Target) -> Any:
-    """Clocks per pair of query row and key, from two multiply-adds and two loads a clock."""
+    """Clocks per pair of query row and key, from two multiply-adds and two loads of a vector a clock; on tile registers a product of two in 16 clocks."""
     import sympy
 
-    block_q, block_kv = sympy.symbols("block_q block_kv")
-    width, bytes_ = _width(problem, target), _real_bytes(problem)
+    amx, block_q, block_kv = sympy.symbols("amx block_q block_kv")
+    width = _width(problem, target)
     vectors = block_q / width
     dims = (problem.head_dim_qk + problem.head_dim_v) * (1 if problem.which == "forward" else sympy.Rational(5, 2))
     many = 8 if target.vector_bytes == 64 else 4
     rows = sympy.Piecewise((8, vectors <= 1), (many, vectors <= 3), (many * 3 / 4, True))
     # A step of the depth: rows * vectors multiply-adds against rows broadcasts and vectors loads, whichever port is busier.
     step = sympy.Max(rows * vectors, rows + vectors, 8) / 2 / (rows * vectors)
-    product = dims * step / width
-    softmax = (8 + facts.score_ops * 2 + facts.mask_ops) / width
+    product = sympy.Piecewise((dims * 16 / sympy.Integer(16 * 16 * 32), sympy.Eq(amx, 1)), (dims * step / width, True))
+    softmax = (8 + facts.score_ops * 2 + facts.mask_ops) / sympy.Integer(width)
     # Per pass over a tile: the running sums are loaded, scaled and stored once; the loops are entered anew.
-    tile = (2 * problem.head_dim_v / width) / block_kv + 400 / (block_q * block_kv)
-    # Tiles that leave the first-level cache are read again from the second: about a cache line every other clock.
-    spill = sympy.Max(0, _scratch(problem) * bytes_ - target.l1_bytes) / sympy.Integer(32) / (block_q * block_kv)
-    # Rows of a tile that a short call leaves empty.
+    tile = (2 * problem.head_dim_v / sympy.Integer(width)) / block_kv + 400 / (block_q * block_kv)
+    # Keys and values come from the second-level cache or beyond, at about 16 bytes a clock; so does what the first level cannot hold.
+    stream = dims * problem.dtype_bytes / block_q / 16 + sympy.Max(0, _scratch_bytes(problem) - target.l1_bytes) / sympy.Integer(32) / (block_q * block_kv)
+    # The last tile of a row's keys is half hidden; rows of a tile that a short call leaves empty are lost.
+    hidden = 1 + block_q / sympy.Integer(2048) if facts.kv_bounded else 1
     used = sympy.Min(block_q, width) if problem.size == "few" else block_q
-    return (product + softmax + tile + spill) * block_q / used
+    return (product * hidden + softmax + tile + stream) * block_q / used
 
 
 def _no_params(problem: Problem) -> Sequence[tuple[str, str]]:

@@ -6,16 +6,17 @@
 namespace fg {
 
 constexpr long long FAR = 1ll << 61;      // integers beyond are unknown
+constexpr long long EXACT = 1ll << 24;    // integers beyond round when they become floats
 constexpr int SCAN_LIMIT = 4096;          // entries of a captured tensor that are scanned for its bounds in one tile
 
 struct Span { long long lo, hi; };        // integer values, inclusive
 struct RealSpan { double lo, hi; bool nan; };
 struct Truth { bool must, may; };
 
-FG_FN Span span(long long lo, long long hi) { return Span{lo < -FAR ? -FAR : lo, hi > FAR ? FAR : hi}; }
+FG_FN long long clip(long long x) { return x < -FAR ? -FAR : x > FAR ? FAR : x; }
 FG_FN Span span_unknown() { return Span{-FAR, FAR}; }
 FG_FN bool far(Span a) { return a.lo <= -FAR || a.hi >= FAR; }
-FG_FN Span span_add(Span a, Span b) { return Span{a.lo <= -FAR || b.lo <= -FAR ? -FAR : a.lo + b.lo, a.hi >= FAR || b.hi >= FAR ? FAR : a.hi + b.hi}; }
+FG_FN Span span_add(Span a, Span b) { return Span{a.lo <= -FAR || b.lo <= -FAR ? -FAR : clip(a.lo + b.lo), a.hi >= FAR || b.hi >= FAR ? FAR : clip(a.hi + b.hi)}; }
 FG_FN Span span_neg(Span a) { return Span{-a.hi, -a.lo}; }
 FG_FN Span span_sub(Span a, Span b) { return span_add(a, span_neg(b)); }
 FG_FN Span span_mul(Span a, Span b) {
@@ -67,7 +68,7 @@ FG_FN Truth truth_eq(Span a, Span b) { return Truth{a.lo == a.hi && b.lo == b.hi
 FG_FN Truth truth_ne(Span a, Span b) { return truth_not(truth_eq(a, b)); }
 
 FG_FN RealSpan real_unknown() { return RealSpan{-infinity<double>(), infinity<double>(), true}; }
-FG_FN RealSpan real_of(Span a) { return far(a) ? real_unknown() : RealSpan{(double)a.lo, (double)a.hi, false}; }
+FG_FN RealSpan real_of(Span a) { return int_max(int_abs(a.lo), int_abs(a.hi)) <= EXACT ? RealSpan{(double)a.lo, (double)a.hi, false} : real_unknown(); }
 FG_FN RealSpan real_of(double a) { return RealSpan{a, a, a != a}; }
 // comparisons of floating point values, where a NaN makes everything but != false
 FG_FN Truth truth_le(RealSpan a, RealSpan b) { return Truth{a.hi <= b.lo && !a.nan && !b.nan, a.lo <= b.hi}; }

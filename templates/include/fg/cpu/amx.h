@@ -21,7 +21,7 @@ static_assert(FG_VECTOR_BYTES == 64 && SINGLE, "a vector is one row of a tile of
 static thread_local unsigned char emulated_tiles[8][16][64];
 
 FG_FN bool tiles_allowed() { return true; }
-struct TileSession {};
+struct TileSession { TileSession() {} };
 template <int TILE> FG_FN void tile_zero() { memset(emulated_tiles[TILE], 0, 1024); }
 template <int TILE> FG_FN void tile_load(const void* rows, long long stride_bytes) {
   for (int i = 0; i < 16; ++i) memcpy(emulated_tiles[TILE][i], (const char*)rows + i * stride_bytes, 64);

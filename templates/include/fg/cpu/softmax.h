@@ -4,10 +4,13 @@
 
 namespace fg {
 
+// A row without keys so far has the reference -inf; 0 in its place keeps -inf - (-inf) from being NaN.
+FG_FN vec finite_reference(vec reference) { return reference == -infinity<real>() ? vec{} : reference; }
+
 template <int VECTORS>
 struct Softmax {
   vec maximum[VECTORS];    // largest score so far; -inf: none
-  vec reference[VECTORS];  // the same in base 2 as it was rounded: weights are exactly 2^(score * log2(e) - reference)
+  vec reference[VECTORS];  // about the same in base 2, -inf likewise; whatever it is, weights are exactly 2^(score * log2(e) - reference)
   vec total[VECTORS];      // sum of the weights
 
   inline __attribute__((always_inline)) void reset() {
@@ -30,7 +33,7 @@ struct Softmax {
     for (int j = 0; j < VECTORS; ++j) {
       maximum[j] = largest[j];
       largest[j] *= real(LOG2E);
-      finite[j] = largest[j] == -infinity<real>() ? vec{} : largest[j];  // a row without keys so far: -inf - (-inf) would be NaN
+      finite[j] = finite_reference(largest[j]);
       decay[j] = exp2(reference[j] - finite[j]);
       reference[j] = largest[j];
       sum[j] = vec{};

@@ -83,6 +83,25 @@ FG_FN vec exp2(vec x) {
 }
 #endif
 
+#if defined(__AVX512DQ__)
+// The same with a relative error of 9e-5, for weights that are rounded to bfloat16: x = floor(x) + r, a cubic on [0, 1) and no rounding of x of its own
+// (imm 9: toward minus infinity, quiet). Float only.
+FG_FN vec exp2_coarse(vec x) {
+  vec r, result;
+  asm("vreduceps $9, %1, %0" : "=v"(r) : "v"(x));
+  vec p = r * real(7.706703990697861e-2) + real(2.2764499485492706e-1);
+  p = p * r + real(6.951167583465576e-1);
+  p = p * r + real(1);
+  asm("vscalefps %2, %1, %0" : "=v"(result) : "v"(p), "v"(x));
+  return result;
+}
+FG_FN bool any_greater(vec a, vec b) {
+  unsigned short lanes;
+  asm("vcmpps $14, %2, %1, %0" : "=k"(lanes) : "v"(a), "v"(b));
+  return lanes != 0;
+}
+#endif
+
 // While one lives, this thread treats subnormal numbers as zero: a weight of 1e-40 would slow every multiply-add that reads it a hundredfold.
 struct FlushSubnormals {
 #if defined(__SSE2__)

@@ -1,0 +1,223 @@
+"""The command line: ``flashgen`` or ``python -m flashgen``, with the commands emit, explain, info and generated.
+
+A variant is named as ``module:attribute`` or written as an expression of the catalogue. Example::
+
+    python -m flashgen emit --variant "Variant(mask=causal, score=softcap(30))" --target sm80 --head-dim 128 --which backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashgen
+
+from . import build, cache, settings
+from . import target as targets
+from .errors import CompileError, FlashgenError, VariantError
+from .problem import DTYPES
+from .variant import Mask, Score, Variant
+
+PACKAGES = ("torch", "numpy", "sympy", "jinja2", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "cuda-bindings")
+
+
+def find_variant(text: str) -> Variant:
+    """``module:attribute`` (looked for in the current folder too; a function without arguments is called) or an expression of flashgen's names.
+
+    A mask or a score alone stands for the Variant that has nothing else.
+    """
+    if re.fullmatch(r"[\w.]+:[\w.]+", text):
+        module, _, path = text.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            raise VariantError(f"--variant {text}: {error}.") from error
+    else:
+        names = {name: getattr(flashgen, name) for name in flashgen.__all__} | {"torch": torch}
+        try:
+            found = eval(text, names)
+        except FlashgenError:
+            raise
+        except Exception as error:
+            raise VariantError(f"--variant {text!r}: {type(error).__name__}: {error}. Write module:attribute, or an expression such as causal & sliding_window(1023, 0).") from error
+    if isinstance(found, flashgen.Kernel):
+        found = found.variant
+    elif callable(found) and not isinstance(found, Mask | Score):
+        found = found()
+    if isinstance(found, Mask):
+        found = Variant(mask=found)
+    elif isinstance(found, Score):
+        found = Variant(score=found)
+    if not isinstance(found, Variant):
+        raise VariantError(f"--variant {text}: a Variant, Kernel, mask or score is wanted, not {type(found).__name__}.")
+    return found
+
+
+def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The kernel, and arguments of the call that the options describe: tensors without memory of their own."""
+    variant = find_variant(options.variant)
+    default = variant.head_dim or (options.head_dim or 128,) * 2
+    dim_qk = options.head_dim or default[0]
+    dim_v = options.head_dim_v or (options.head_dim or default[1])
+    kv_heads = options.kv_heads or options.heads
+    kv_length = options.kv_length or options.length
+
+    def rows(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, 1, 1, dim, dtype=getattr(torch, options.dtype)).expand(options.batch, heads, length, dim)
+
+    tensors = rows(options.heads, options.length, dim_qk), rows(kv_heads, kv_length, dim_qk), rows(kv_heads, kv_length, dim_v)
+    call: dict[str, Any] = {"which": options.which} | ({"sink": torch.zeros(options.heads)} if variant.sink else {})
+    return flashgen.compile(variant, target=options.target), tensors, call
+
+
+def emit(options: argparse.Namespace) -> None:
+    kernel, tensors, call = describe(options)
+    text = kernel.source(*tensors, **call)
+    if options.standalone:
+        from .emit import include_closure, standalone
+        from .source import Source
+
+        text = standalone(Source(text, "", include_closure(text)))
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        options.output.write_text(text)
+        print(f"{options.output}: {text.count(chr(10))} lines")
+
+
+def explain(options: argparse.Namespace) -> None:
+    kernel, tensors, call = describe(options)
+    print(kernel.explain(*tensors, **call))
+
+
+def info(options: argparse.Namespace) -> None:
+    store = cache.current()
+    if options.clean:
+        before = store.info()
+        store.clean()
+        print(f"Removed {before['kernels']} kernels, {before['bytes'] / 1e6:.1f} MB, from {before['directory']}.")
+        return
+    print(f"flashgen {flashgen.__version__}, Python {sys.version.split()[0]}")
+    for name in PACKAGES:
+        try:
+            print(f"  {name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    print("Devices")
+    for line in _devices():
+        print(f"  {line}")
+    print("Compilers")
+    for line in _compilers():
+        print(f"  {line}")
+    print("Targets")
+    for chip in targets.CHIPS.values():
+        print(f"  {chip.name:6} {chip.chip}: {chip.smem_block_bytes} bytes of shared memory per block, {chip.sms} SMs, {chip.status}")
+    held = store.info()
+    print(f"Cache\n  {held['directory']}: {held['kernels']} kernels, {held['index']} index entries, {held['bytes'] / 1e6:.1f} MB (settings: {settings.cache() or 'default folder'})")
+
+
+def _devices() -> list[str]:
+    cpu = targets.detect_cpu()
+    matrix = ", AMX" if "amx_bf16" in cpu.features else ""
+    lines = [f"cpu: {cpu.chip}, {cpu.cores} cores, {cpu.vector_bytes}-byte vectors{matrix}, L1 {cpu.l1_bytes // 1024} KiB, L2 {cpu.l2_bytes // 1024} KiB"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            lines.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, target {targets.detect(index).name}")
+        except FlashgenError as error:
+            lines.append(f"cuda:{index}: {error}")
+    return lines if len(lines) > 1 else [*lines, "cuda: none"]
+
+
+def _compilers() -> list[str]:
+    lines = []
+    for kind, chip in (("C++", targets.detect_cpu()), ("CUDA", targets.CHIPS["sm80"])):
+        try:
+            lines.append(f"{kind}: {build.compiler_version(chip)}")
+        except CompileError as error:
+            lines.append(f"{kind}: none. {error}")
+    other = [path for path in map(shutil.which, ("g++", "clang++", "nvcc")) if path]
+    return [*lines, "On PATH: " + (", ".join(other) or "none of g++, clang++, nvcc")]
+
+
+def generated(options: argparse.Namespace) -> None:
+    from . import generated as kept
+
+    directory = options.directory or kept.DIRECTORY
+    if not directory.is_dir():
+        raise FlashgenError(f"{directory} is no folder: run in a checkout of flashgen, or name one with --directory.")
+    if options.update:
+        changed = kept.update(directory)
+        print(f"{len(kept.GOLDENS)} kernels, {len(changed)} files changed" + "".join(f"\n  {name}" for name in changed))
+    else:
+        stale = kept.differences(directory)
+        if stale:
+            raise FlashgenError(f"{len(stale)} of {directory} differ from what is emitted now: {', '.join(stale)}. Update with: {kept.UPDATE}")
+        print(f"{len(kept.GOLDENS)} kernels, all as emitted now")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: a positive integer is wanted")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="flashgen", description="Attention variants to flash-attention kernels.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, action, help_text in (("emit", emit, "print the source of a kernel"), ("explain", explain, "what was proved, the plan, and what bounds it")):
+        command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.set_defaults(action=action)
+        command.add_argument("--variant", default="Variant()", help="module:attribute, or an expression such as 'Variant(mask=causal, score=softcap(30))'")
+        command.add_argument("--target", choices=targets.NAMES, help="chip to build for; default: FLASHGEN_TARGET, else the CPU")
+        command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+        command.add_argument("--head-dim", type=_positive, help="default: the variant's, else 128")
+        command.add_argument("--head-dim-v", type=_positive, help="of the values, where it differs")
+        command.add_argument("--batch", type=_positive, default=1)
+        command.add_argument("--heads", type=_positive, default=16)
+        command.add_argument("--kv-heads", type=_positive, help="default: as many as --heads")
+        command.add_argument("--length", type=_positive, default=4096, help="query rows, and keys unless --kv-length is given")
+        command.add_argument("--kv-length", type=_positive)
+        command.add_argument("--which", choices=("forward", "backward"), default="forward")
+        if name == "emit":
+            command.add_argument("--standalone", action="store_true", help="one file with every header inlined")
+            command.add_argument("--output", "-o", type=Path, help="write to a file")
+    command = commands.add_parser("info", help="versions, devices, compilers, the cache")
+    command.set_defaults(action=info)
+    command.add_argument("--clean", action="store_true", help="remove every compiled kernel from the cache")
+    command = commands.add_parser("generated", help="the kernels kept in generated/")
+    command.set_defaults(action=generated)
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--update", action="store_true", help="rewrite them, with the resources that ptxas reports")
+    which.add_argument("--check", action="store_true", help="fail when one differs from what is emitted now")
+    command.add_argument("--directory", type=Path)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0, or 1 after a message on stderr."""
+    options = parser().parse_args(arguments)
+    try:
+        options.action(options)
+    except FlashgenError as error:
+        print(f"flashgen: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

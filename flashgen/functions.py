@@ -1,0 +1,117 @@
+"""Composite torch functions of the tracing language, made of ``operations``; slopes at kinks are torch's.
+
+Importing this completes FUNCTIONS. Example: ``FUNCTIONS["gelu"](s)`` is s * 0.5 * (1 + erf(s * sqrt(0.5))).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .errors import VariantError
+from .expression import FLOATS, FUNCTIONS, SINGLE, Expr, Vector, cast, const, wrap
+from .operations import (
+    _above,
+    _below,
+    _clamp_high,
+    absolute,
+    add,
+    clamp,
+    divide,
+    lifted,
+    logical_or,
+    lower,
+    maximum,
+    minimum,
+    mul,
+    negate,
+    power,
+    reduce,
+    sub,
+    to,
+    where,
+)  # fmt: skip
+
+_exp, _expm1, _log, _log1p, _log2 = (FUNCTIONS[name] for name in ("exp", "expm1", "log", "log1p", "log2"))
+_sqrt, _erf, _tanh, _sigmoid, _trunc = (FUNCTIONS[name] for name in ("sqrt", "erf", "tanh", "sigmoid", "trunc"))
+_eq, _ne, _lt, _gt, _le, _ge = (FUNCTIONS[name] for name in ("eq", "ne", "lt", "gt", "le", "ge"))
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        inner = mul(const(math.sqrt(2 / math.pi)), add(x, mul(const(0.044715), mul(mul(x, x), x))))
+        return mul(mul(const(0.5), x), add(const(1.0), _tanh(inner)))
+    return mul(mul(x, const(0.5)), add(const(1.0), _erf(mul(x, const(math.sqrt(0.5))))))
+
+
+def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
+    """max(y, 0) + log1p(exp(-|y|)), which never overflows; both kinks at 0 cancel."""
+    y = mul(x, beta) if beta != 1 else x
+    soft = add(maximum(y, const(0.0)), _log1p(_exp(negate(absolute(y)))))
+    return divide(soft, beta) if beta != 1 else soft
+
+
+@lifted
+def _sign(x: Any) -> Any:
+    x = wrap(x)
+    return Expr("sign", x.type, (x,)) if x.type in FLOATS else cast(sub(to(_gt(x, const(0)), "int32"), to(_lt(x, const(0)), "int32")), x.type)
+
+
+def _log_add_exp(a: Any, b: Any) -> Any:
+    """max + log1p(exp(-|a - b|)), with two infinities of one sign kept."""
+    top = maximum(a, b)
+    return where(_eq(absolute(top), const(math.inf)), top, add(top, _log1p(_exp(negate(absolute(sub(a, b)))))))
+
+
+def _mean(x: Any, *args: Any, **kwargs: Any) -> Any:
+    x = lower(x)
+    return divide(reduce(x, add, *args, **kwargs), const(float(len(x.items)) if isinstance(x, Vector) else 1.0))
+
+
+def _extreme(name: str, pairwise: Callable[..., Any]) -> Callable[..., Any]:
+    def function(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or (args and isinstance(args[0], int)):
+            raise VariantError(f"torch.{name} over a dimension returns values and indices: use torch.a{name}.")
+        return pairwise(x, *args) if args else reduce(x, pairwise)
+
+    return function
+
+
+def _nan_to_num(x: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+    largest = 3.4028234663852886e38  # of float32
+    high, low = (largest if posinf is None else posinf), (-largest if neginf is None else neginf)
+    return where(_ne(x, x), nan, where(_eq(x, const(math.inf)), const(high), where(_eq(x, const(-math.inf)), const(low), x)))
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return reduce(mul(a, b), add)
+
+
+FUNCTIONS |= {
+    "rsub": lambda a, b, **kw: sub(b, a, **kw), "square": lambda x: mul(x, x), "reciprocal": lambda x: divide(const(1.0), x), "sign": _sign,
+    "clamp_min": lambda x, min: clamp(x, min), "clamp_max": lambda x, max: clamp(x, None, max),
+    "fmin": lambda a, b: where(logical_or(_le(a, b), _ne(b, b)), a, b), "fmax": lambda a, b: where(logical_or(_ge(a, b), _ne(b, b)), a, b),
+    "max": _extreme("max", maximum), "min": _extreme("min", minimum), "mean": _mean, "dot": _dot, "inner": _dot,
+    "isnan": lambda x: _ne(x, x), "isinf": lambda x: _eq(absolute(x), const(math.inf)), "isfinite": lambda x: _lt(absolute(x), const(math.inf)),
+    "isneginf": lambda x: _eq(x, const(-math.inf)), "isposinf": lambda x: _eq(x, const(math.inf)), "nan_to_num": _nan_to_num,
+    "relu": lambda x, **_: _above(x, const(0)), "relu6": lambda x, **_: _below(_above(x, const(0)), const(6)),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, **_: _below(_above(x, min_val), max_val),
+    "leaky_relu": lambda x, negative_slope=0.01, **_: where(_gt(x, const(0)), x, mul(x, negative_slope)),
+    "elu": lambda x, alpha=1.0, **_: where(_gt(x, const(0)), x, mul(_expm1(_clamp_high(x, const(0))), alpha)),
+    "silu": lambda x, **_: mul(x, _sigmoid(x)), "gelu": _gelu, "softplus": _softplus, "logsigmoid": lambda x: negate(_softplus(negate(x))),
+    "mish": lambda x, **_: mul(x, _tanh(_softplus(x))), "softsign": lambda x: divide(x, add(const(1.0), absolute(x))), "tanhshrink": lambda x: sub(x, _tanh(x)),
+    "logit": lambda x: _log(divide(x, sub(const(1.0), x))), "expit": _sigmoid, "erfc": lambda x: sub(const(1.0), _erf(x)),
+    "logaddexp": _log_add_exp, "hypot": lambda a, b: _sqrt(add(mul(a, a), mul(b, b))), "frac": lambda x: sub(x, _trunc(x)),
+    "log10": lambda x: mul(_log2(x), const(math.log10(2))), "lerp": lambda a, b, weight: add(a, mul(weight, sub(b, a))),
+    "addcmul": lambda x, a, b, value=1: add(x, mul(mul(a, b), value)), "addcdiv": lambda x, a, b, value=1: add(x, mul(divide(a, b), value)),
+    "float": lifted(lambda x: cast(wrap(x), SINGLE)), "float_power": lambda a, b: power(to(a, "float32"), b),
+}  # fmt: skip
+FUNCTIONS |= {method: lambda x, name=name, **_: to(x, name) for method, name in {
+    "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int": "int32", "long": "int64", "short": "int16", "bool": "bool",
+}.items()}  # fmt: skip
+FUNCTIONS |= {alias: FUNCTIONS[name] for alias, name in {
+    "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs", "clip": "clamp", "sgn": "sign",
+    "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "type": "to", "type_as": "to", "arctan2": "atan2",
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "fix": "trunc",
+}.items()}  # fmt: skip

@@ -1,0 +1,62 @@
+"""Does the tiler return only plans that fit, for every chip, and say why others do not?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import flashgen as fg
+from flashgen import families
+from flashgen import target as targets
+from flashgen.analysis import analyze
+from flashgen.plan import candidates, plan, size_class
+from flashgen.problem import Problem
+
+FORM = fg.Variant(mask=fg.causal, score=fg.softcap(20.0)).plain.form
+FACTS = analyze(FORM)
+
+
+def problems(dtypes):
+    for dtype, dim, which, size in itertools.product(dtypes, (16, 40, 64, 96, 128, 192, 256), ("forward", "backward"), ("few", "short", "long")):
+        yield Problem(dtype, dim, dim, which=which, size=size)
+
+
+@pytest.mark.parametrize("chip", targets.NAMES)
+def test_every_first_choice_fits_the_chip(chip):
+    target = targets.parse(chip)
+    for problem in problems(("float32", "float64") if chip == "cpu" else ("bfloat16", "float16")):
+        family, _ = families.choose(problem, target)
+        best = candidates(FACTS, problem, target, family)[0]
+        assert not best.rejected, (problem, best.rejected)
+        assert all(used <= limit for _, used, limit, _ in best.usage)
+        if target.kind == "cuda":
+            assert best.plan.smem_bytes <= target.smem_block_bytes
+
+
+def test_a_rejection_carries_its_inequality():
+    target = targets.parse("sm86")
+    rejected = [c for c in candidates(FACTS, Problem("bfloat16", 256, 256, which="backward"), target, "sm80") if c.rejected]
+    assert rejected and any("shared memory" in r and ">" in r for c in rejected for r in c.rejected)
+
+
+def test_forced_fields_are_kept_and_unknown_ones_refused():
+    target = targets.parse("cpu")
+    problem = Problem("float32", 64, 64)
+    assert plan(FACTS, problem, target, "cpu", {"block_kv": 32}).block_kv == 32
+    with pytest.raises(fg.VariantError, match="no such field"):
+        plan(FACTS, problem, target, "cpu", {"block_n": 32})
+
+
+def test_size_classes():
+    assert [size_class(q, k) for q, k in ((1, 9000), (16, 5), (17, 1024), (300, 1025))] == ["few", "few", "short", "long"]
+
+
+def test_explain_names_what_binds_and_what_was_proved():
+    text = fg.compile(fg.Variant(head_dim=64, mask=fg.causal & fg.sliding_window(1023, 0)), target="sm90a").explain()
+    for part in ("k <= q + kv_len - q_len", "What bounds the tile", "Roofline", "4 N^2 + 4 N d", "N^2 d^2 / M", "never loaded", "sm90a"):
+        assert part in text, part
+
+
+def test_explain_says_when_a_chip_was_never_run():
+    assert "compiles, never run" in fg.compile(fg.Variant(head_dim=64), target="sm100").explain()
