@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 from .form import Form
 from .language import LONG
@@ -36,7 +37,7 @@ class Params:
 
     fields: tuple[Field, ...]
 
-    @property
+    @cached_property
     def format(self) -> str:
         body = "<" + "".join(f.code for f in self.fields)
         return body + "x" * (-struct.calcsize(body) % 8)

@@ -254,6 +254,8 @@ class Indexed(Operand):
         if explicit < len(index):
             at = next(n for n, i in enumerate(index) if i is Ellipsis)
             index = index[:at] + (slice(None),) * (len(free) - explicit) + index[at + 1 :]
+        if len(free) == 1 and isinstance(index[0], slice):
+            return self.lower()[index[0]]
         indices = list(self.indices)
         for dim, i in zip(free, index):
             if isinstance(i, slice):

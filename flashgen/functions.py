@@ -99,7 +99,7 @@ FUNCTIONS |= {
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, **_: _below(_above(x, min_val), max_val),
     "leaky_relu": lambda x, negative_slope=0.01, **_: where(_gt(x, const(0)), x, mul(x, negative_slope)),
     "elu": lambda x, alpha=1.0, **_: where(_gt(x, const(0)), x, mul(_expm1(_clamp_high(x, const(0))), alpha)),
-    "silu": lambda x, **_: mul(x, _sigmoid(x)), "gelu": _gelu, "softplus": _softplus, "logsigmoid": lambda x: negate(_softplus(negate(x))),
+    "silu": lambda x, **_: mul(x, _sigmoid(x)), "gelu": _gelu, "softplus": _softplus, "log_sigmoid": lambda x: negate(_softplus(negate(x))),
     "mish": lambda x, **_: mul(x, _tanh(_softplus(x))), "softsign": lambda x: divide(x, add(const(1.0), absolute(x))), "tanhshrink": lambda x: sub(x, _tanh(x)),
     "logit": lambda x: _log(divide(x, sub(const(1.0), x))), "expit": _sigmoid, "erfc": lambda x: sub(const(1.0), _erf(x)),
     "logaddexp": _log_add_exp, "hypot": lambda a, b: _sqrt(add(mul(a, a), mul(b, b))), "frac": lambda x: sub(x, _trunc(x)),
@@ -113,5 +113,5 @@ FUNCTIONS |= {method: lambda x, name=name, **_: to(x, name) for method, name in 
 FUNCTIONS |= {alias: FUNCTIONS[name] for alias, name in {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs", "clip": "clamp", "sgn": "sign",
     "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "type": "to", "type_as": "to", "arctan2": "atan2",
-    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "fix": "trunc",
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "fix": "trunc", "logsigmoid": "log_sigmoid",
 }.items()}  # fmt: skip

@@ -1,13 +1,15 @@
-"""Launch: Executable -> a loaded function on one device, and the call that packs arguments and starts it.
+"""Launch: Executable -> a loaded function on one device; Bound, the arguments of one shape packed once.
 
-Example: ``load(executable, device_index).run(values, sizes, tensors)``. Torch's current stream and allocator are used throughout; nothing synchronises.
+Example: ``load(executable, device).bind(arguments, sizes).start(addresses)``. Torch's current stream and allocator are used throughout; nothing
+synchronises. A later call of the same shape only patches the addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +20,54 @@ from .errors import DeviceError, FlashgenError
 from .families import Sizes
 from .pipeline import Executable
 
+Starter = Callable[[bytearray], None]  # queues the kernels of a pass with this argument struct
 
-@dataclass
+
+@dataclass(frozen=True)
 class Loaded:
-    """A pass ready to run. ``start(arguments, sizes, device)`` launches it with ``arguments`` for every Params field but the workspaces."""
+    """A pass that is ready on one device. ``starter(sizes)`` prepares the launches for one set of lengths."""
 
     executable: Executable
-    start: Callable[[dict[str, Any], Sizes, torch.device], None]
+    device: torch.device
+    starter: Callable[[Sizes], Starter]
+
+    def bind(self, arguments: Mapping[str, Any], sizes: Sizes) -> Bound:
+        return Bound(self, arguments, sizes)
+
+
+class Bound:
+    """The arguments of one shape: everything but the addresses is packed."""
+
+    def __init__(self, loaded: Loaded, arguments: Mapping[str, Any], sizes: Sizes):
+        executable = loaded.executable
+        self._device = loaded.device
+        fields = executable.params.fields
+        self._pointers = tuple(f.name for f in fields if f.code == "Q")
+        assert all(f.code == "Q" for f in fields[: len(self._pointers)]), "pointers come first in Params"
+        self._addresses = struct.Struct(f"<{len(self._pointers)}Q")
+        self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **arguments})
+        wanted = families.get(executable.plan.family).workspaces(executable.problem, executable.plan, sizes)
+        self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype)) for w in wanted]
+        self._start = loaded.starter(sizes)
+
+    def start(self, addresses: dict[str, int]) -> None:
+        """Allocate workspaces through torch, enter the addresses and launch."""
+        held = []  # keeps the workspaces alive until the launch is queued; torch's allocator then reuses them in stream order
+        for field, make, elements, dtype in self._workspaces:
+            tensor = make(elements, dtype=dtype, device=self._device)
+            addresses[field] = tensor.data_ptr()
+            held.append(tensor)
+        packed = bytearray(self._template)
+        self._addresses.pack_into(packed, 0, *[addresses[name] for name in self._pointers])
+        self._start(packed)
 
 
 def load(executable: Executable, device: torch.device) -> Loaded:
-    start = _load_cpu(executable) if device.type == "cpu" else _load_cuda(executable, device.index or 0)
-    return Loaded(executable, start)
+    starter = _load_cpu(executable) if device.type == "cpu" else _load_cuda(executable, device.index or 0)
+    return Loaded(executable, device, starter)
 
 
-def _load_cpu(executable: Executable) -> Callable[..., None]:
+def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
     path = cache.current().shared_object_path(executable.binary)
     try:
         library = ctypes.CDLL(str(path))
@@ -40,27 +75,13 @@ def _load_cpu(executable: Executable) -> Callable[..., None]:
         raise DeviceError(f"the compiled kernel {path} cannot be loaded: {error}. Is the cache folder mounted noexec? Set FLASHGEN_CACHE.") from error
     function = getattr(library, f"fg_{executable.problem.which}")
     function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_int
-    family, params = families.get(executable.plan.family), executable.params
 
-    def start(arguments: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
-        held = _workspaces(family.workspaces(executable.problem, executable.plan, sizes), device, arguments)
-        code = function(params.pack(arguments), torch.get_num_threads())
-        del held
+    def start(packed: bytearray) -> None:
+        code = function(bytes(packed), torch.get_num_threads())
         if code:
             raise FlashgenError(f"the CPU kernel ran out of memory (code {code}): its scratch is a few tiles per thread plus float32 copies of dq; use fewer threads.")
 
-    return start
-
-
-def _workspaces(wanted: list[families.Workspace], device: torch.device, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """Allocate workspaces through torch and enter their addresses; the returned tensors keep them alive until the launch is queued."""
-    held = []
-    for w in wanted:
-        make = torch.zeros if w.zeroed else torch.empty
-        tensor = make(w.elements, dtype=getattr(torch, w.dtype), device=device)
-        arguments[w.field] = tensor.data_ptr()
-        held.append(tensor)
-    return held
+    return lambda sizes: start
 
 
 _modules: dict[tuple[str, int], int] = {}
@@ -81,39 +102,39 @@ def _module(binary: Any, index: int) -> int:
 
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, cuda.h
+_DEFAULT_SHARED_BYTES = 48 * 1024  # what a block gets without asking
 
 
-def _load_cuda(executable: Executable, index: int) -> Callable[..., None]:
+def _load_cuda(executable: Executable, index: int) -> Callable[[Sizes], Starter]:
     from cupy_backends.cuda.api import driver
 
-    family, params, problem, plan = families.get(executable.plan.family), executable.params, executable.problem, executable.plan
+    family, problem, plan = families.get(executable.plan.family), executable.problem, executable.plan
     module = _module(executable.binary, index)
-    functions: dict[str, int] = {}
     limits: dict[str, int] = {}
 
     def function(entry: str, smem_bytes: int) -> int:
-        if entry not in functions:
-            functions[entry] = driver.moduleGetFunction(module, entry)
-        if smem_bytes > max(48 * 1024, limits.get(entry, 0)):
-            driver.funcSetAttribute(functions[entry], _MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)
+        handle = driver.moduleGetFunction(module, entry)
+        if smem_bytes > max(_DEFAULT_SHARED_BYTES, limits.get(entry, 0)):
+            driver.funcSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)
             limits[entry] = smem_bytes
-        return functions[entry]
+        return handle
 
-    def start(arguments: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                return start(arguments, sizes, device)
-        held = _workspaces(family.workspaces(problem, plan, sizes), device, arguments)
-        packed = params.pack(arguments)
-        buffer = ctypes.create_string_buffer(packed, len(packed))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        for launch in family.launches(problem, plan, sizes):
-            if 0 in launch.grid:
-                continue
-            driver.launchKernel(
-                function(launch.entry, launch.smem_bytes), *launch.grid, launch.threads, 1, 1, launch.smem_bytes, stream, ctypes.addressof(pointers), 0
-            )  # fmt: skip
-        del held
+    def starter(sizes: Sizes) -> Starter:
+        with torch.cuda.device(index):
+            launches = [
+                (function(x.entry, x.smem_bytes), *x.grid, x.threads, 1, 1, x.smem_bytes) for x in family.launches(problem, plan, sizes) if 0 not in x.grid
+            ]
 
-    return start
+        def start(packed: bytearray) -> None:
+            if torch.cuda.current_device() != index:
+                with torch.cuda.device(index):
+                    return start(packed)
+            buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+            stream, table = torch._C._cuda_getCurrentRawStream(index), ctypes.addressof(pointers)
+            for launch in launches:  # the driver copies the arguments before it returns
+                driver.launchKernel(*launch, stream, table, 0)
+
+        return start
+
+    return starter

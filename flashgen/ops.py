@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from . import target as targets
 from .errors import DeviceError, VariantError
 from .families import Sizes
 from .form import Form
-from .launch import Loaded, load
+from .launch import Bound, Loaded, load
 from .pipeline import prepare
 from .plan import size_class
 from .problem import Problem
@@ -108,9 +109,16 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _aligned(tensors: list[Tensor]) -> bool:
-    size = tensors[0].element_size()
-    return all(t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 or n <= 1 for s, n in zip(t.stride()[:-1], t.shape[:-1])) for t in tensors)
+def strides_aligned(tensors: Iterable[Tensor]) -> bool:
+    """Every row starts on 16 bytes if the first one does."""
+    return all(s * t.element_size() % 16 == 0 or n <= 1 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1]))
+
+
+def _starts_aligned(tensors: dict[str, Tensor], addresses: dict[str, int]) -> bool:
+    bits = 0
+    for name in tensors:
+        bits |= addresses[name]
+    return bits % 16 == 0
 
 
 def _like(t: Tensor, last: int, dtype: torch.dtype) -> Tensor:
@@ -142,24 +150,50 @@ def _strides(name: str, t: Tensor) -> dict[str, int]:
     return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_l": l}
 
 
-def _arguments(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) -> dict[str, Any]:
+def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) -> dict[str, Any]:
+    """Every Params field that is no address."""
     values: dict[str, Any] = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "q_len": sizes.q_len, "kv_len": sizes.kv_len, "scale": c.scale}
     for name, t in tensors.items():
-        values[name] = t.data_ptr()
         values |= _strides(name, t)
     values |= {"lse_stride_b": stat.stride(0) if stat.dim() == 3 else 0, "lse_stride_h": stat.stride(-2)}
-    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"):
-        t = getattr(c, name)
-        if t is not None:
-            values[name] = t.data_ptr()
     for n, t in enumerate(c.captures):
-        values[f"capture_{n}"] = t.data_ptr()
         for d in range(t.dim()):
             values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
     largest = torch.finfo(stat.dtype).max  # a captured number beyond float32 is an infinity there, as in torch
     values |= {f"float_{n}": x if -largest <= x <= largest else math.copysign(math.inf, x) for n, x in enumerate(c.floats)}
     values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
     return values
+
+
+def _addresses(c: Call, tensors: dict[str, Tensor]) -> dict[str, int]:
+    found = {name: t.data_ptr() for name, t in tensors.items()}
+    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"):
+        t = getattr(c, name)
+        if t is not None:
+            found[name] = t.data_ptr()
+    for n, t in enumerate(c.captures):
+        found[f"capture_{n}"] = t.data_ptr()
+    return found
+
+
+_bound: dict[Any, Bound] = {}
+MAX_BOUND = 4096  # shapes remembered before the memo starts anew
+
+
+def _key(text: str, c: Call, tensors: dict[str, Tensor], *static: Any) -> tuple:
+    """What decides a Bound: the kernel, every shape and stride, every number."""
+    shapes = tuple((t.shape, t.stride()) for t in (*tensors.values(), *c.captures))
+    return (text, shapes, c.q.dtype, c.q.device, c.sink is None, c.seqlens_k is None, c.cu_seqlens_q is None or c.cu_seqlens_q.shape[0], c.scale, c.max_q, c.max_k,
+            *c.floats, None, *c.ints, *static)  # fmt: skip
+
+
+def _bind(key: tuple, make: Callable[[], Bound]) -> Bound:
+    found = _bound.get(key)
+    if found is None:
+        if len(_bound) >= MAX_BOUND:
+            _bound.clear()
+        found = _bound[key] = make()
+    return found
 
 
 def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
@@ -170,8 +204,11 @@ def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
     )  # fmt: skip
 
 
-def _prepared(c: Call) -> Call:
+def prepared(c: Call) -> Call:
     """Rows adjacent, the sink and the integer tensors as the kernels read them, no capture without an element."""
+    plain = c.sink is None and c.seqlens_k is None and c.cu_seqlens_q is None and not c.captures
+    if plain and c.q.stride(-1) == c.k.stride(-1) == c.v.stride(-1) == 1:
+        return c
     real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
     integers = {n: t.contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
     captures = [t if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
@@ -182,23 +219,27 @@ def _prepared(c: Call) -> Call:
 def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, max_scores, out_low; those not wanted are empty."""
     handle, form = parse_handle(text)
-    c = _prepared(call)
+    c = prepared(call)
     out = _like(c.q, c.v.shape[-1], c.q.dtype)
     stat = _statistics(c.q)
     top = torch.empty_like(stat) if handle.max_scores else stat.new_empty(0)
     low = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device) if _keeps_low(handle, c.q) else out.new_empty(0)
     if out.numel() == 0 and stat.numel() == 0:
         return out, stat, top, low
-    sizes = _sizes(c)
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
     if handle.layout == "varlen":  # rows that belong to no sequence
         out.zero_(), low.zero_(), stat.fill_(float("-inf"))
         if handle.max_scores:
             top.fill_(float("-inf"))
-    problem = forward_problem(handle, c, _aligned(list(tensors.values())))
-    arguments = _arguments(c, sizes, tensors, stat)
-    arguments |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
-    loaded(handle, form, problem, c.q.device).start(arguments, sizes, c.q.device)
+    addresses = _addresses(c, tensors)
+    aligned = _starts_aligned(tensors, addresses)
+
+    def make() -> Bound:
+        sizes = _sizes(c)
+        return loaded(handle, form, forward_problem(handle, c, aligned and strides_aligned(tensors.values())), c.q.device).bind(_numbers(c, sizes, tensors, stat), sizes)
+
+    addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
+    _bind(_key(text, c, tensors, aligned), make).start(addresses)
     return out, stat, top, low
 
 
@@ -233,7 +274,7 @@ def _keeps_low(handle: Handle, q: Tensor) -> bool:
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
     handle, form = parse_handle(text)
-    c = _prepared(call)
+    c = prepared(call)
     lse = b.lse
     dq, dk, dv = (_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
     delta = torch.empty_like(lse)
@@ -245,16 +286,20 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     if lse.numel() == 0:
         return dq, dk, dv, delta, grads
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(b.dout), **gradients}
-    sizes = _sizes(c)
-    arguments = _arguments(c, sizes, tensors, lse)
-    arguments |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
     dlse = None if b.dlse is None else b.dlse.to(lse.dtype).contiguous()
+    addresses = _addresses(c, tensors)
+    addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
     if dlse is not None:
-        arguments["dlse"] = dlse.data_ptr()
+        addresses["dlse"] = dlse.data_ptr()
     for n, g in zip(b.slots, grads):
-        arguments[f"grad_{n}"] = g.data_ptr()
-    problem = backward_problem(handle, c, b, _aligned(list(tensors.values())))
-    loaded(handle, form, problem, c.q.device).start(arguments, sizes, c.q.device)
+        addresses[f"grad_{n}"] = g.data_ptr()
+    aligned = _starts_aligned(tensors, addresses)
+
+    def make() -> Bound:
+        sizes = _sizes(c)
+        return loaded(handle, form, backward_problem(handle, c, b, aligned and strides_aligned(tensors.values())), c.q.device).bind(_numbers(c, sizes, tensors, lse), sizes)
+
+    _bind(_key(text, c, tensors, aligned, dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make).start(addresses)
     return dq, dk, dv, delta, grads
 
 
@@ -268,9 +313,9 @@ _library.define(
     f"backward(str handle, {_COMMON}, Tensor dout, Tensor? dlse, Tensor out, Tensor out_low, Tensor lse, bool[] wanted, int[] slots, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("forward", lambda handle, *a: run_forward(handle, Call(*a)), _key)
-    _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _key)
+for _dispatch in ("CPU", "CUDA"):
+    _library.impl("forward", lambda handle, *a: run_forward(handle, Call(*a)), _dispatch)
+    _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _dispatch)
 
 
 def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

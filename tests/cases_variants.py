@@ -683,7 +683,7 @@ def _(c):
 
 @case("m_natten3d_causal_time", "intdiv mod clamp coord3d", origin="own", Lq=90, Lk=90, fixed_shape=True)
 def _(c):
-    T, H, W = 5, 3, 6
+    H, W = 3, 6
 
     def mask(b, h, q, k):
         tq, tk = q // (H * W), k // (H * W)

@@ -86,13 +86,18 @@ def _cost(problem: Problem, facts: Facts, target: Target) -> Any:
     product = sympy.Piecewise((dims * 16 / sympy.Integer(16 * 16 * 32), sympy.Eq(amx, 1)), (dims * step / width, True))
     softmax = (8 + facts.score_ops * 2 + facts.mask_ops) / sympy.Integer(width)
     # Per pass over a tile: the running sums are loaded, scaled and stored once; the loops are entered anew.
-    tile = (2 * problem.head_dim_v / sympy.Integer(width)) / block_kv + 400 / (block_q * block_kv)
-    # Keys and values come from the second-level cache or beyond, at about 16 bytes a clock; so does what the first level cannot hold.
-    stream = dims * problem.dtype_bytes / block_q / 16 + sympy.Max(0, _scratch_bytes(problem) - target.l1_bytes) / sympy.Integer(32) / (block_q * block_kv)
+    tile = (2 * problem.head_dim_v / sympy.Integer(width)) / block_kv + sympy.Piecewise((150, sympy.Eq(amx, 1)), (400, True)) / (block_q * block_kv)
+    # Keys and values stream from the second-level cache or beyond; the right factor and the result of a product are to stay in the first. A tile
+    # register that is loaded from the second takes several times as long.
+    stream = dims * problem.dtype_bytes / block_q / sympy.Integer(48)
+    resident = block_q * (max(problem.head_dim_qk, problem.head_dim_v) + block_kv) * _real_bytes(problem)
+    resident = sympy.Piecewise((_scratch_bytes(problem), sympy.Eq(amx, 1)), (resident, True))
+    slower = sympy.Piecewise((sympy.Rational(3, 2), sympy.Eq(amx, 1)), (sympy.Rational(1, 4), True))
+    evicted = sympy.Max(0, resident - target.l1_bytes * sympy.Rational(7, 8)) / resident * product * slower
     # The last tile of a row's keys is half hidden; rows of a tile that a short call leaves empty are lost.
-    hidden = 1 + block_q / sympy.Integer(2048) if facts.kv_bounded else 1
+    hidden = 1 + block_q / sympy.Integer(1024) if facts.kv_bounded else 1
     used = sympy.Min(block_q, width) if problem.size == "few" else block_q
-    return (product * hidden + softmax + tile + stream) * block_q / used
+    return (product * hidden + softmax + tile + stream + evicted) * block_q / used
 
 
 def _no_params(problem: Problem) -> Sequence[tuple[str, str]]:
