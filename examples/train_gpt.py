@@ -1,6 +1,6 @@
 """Train a GPT-2-shaped model on bytes of real text, once with flashgen and once with torch's SDPA from the same seed, and plot both loss curves.
 
-    python examples/train_gpt.py                            a small model, about two minutes on two cores
+    python examples/train_gpt.py                            a small model, one to two minutes on two cores
     python examples/train_gpt.py --preset 124m              GPT-2's own shape, for a GPU (bfloat16 autocast)
     python examples/train_gpt.py --variant window-alibi     sliding window + ALiBi: SDPA has no kernel for it and is given the bias as a dense tensor
 
@@ -40,7 +40,7 @@ class Preset:
 
 
 PRESETS = {
-    "small": Preset(layers=4, heads=4, width=160, vocabulary=256, length=256, batch=8, steps=150, learning_rate=2e-3),
+    "small": Preset(layers=4, heads=4, width=160, vocabulary=256, length=256, batch=8, steps=300, learning_rate=2e-3),
     "124m": Preset(layers=12, heads=12, width=768, vocabulary=50257, length=1024, batch=16, steps=300, learning_rate=6e-4),
 }
 VARIANTS = {

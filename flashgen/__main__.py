@@ -1,4 +1,4 @@
-"""The command line: ``flashgen`` or ``python -m flashgen``, with the commands emit, explain, info and generated.
+"""The command line: ``flashgen`` or ``python -m flashgen``, with the commands emit, explain, info, bench and generated.
 
 A variant is named as ``module:attribute`` or written as an expression of the catalogue. Example::
 
@@ -24,7 +24,7 @@ import flashgen
 
 from . import build, cache, settings
 from . import target as targets
-from .errors import CompileError, FlashgenError, VariantError
+from .errors import CompileError, DeviceError, FlashgenError, VariantError
 from .problem import DTYPES
 from .variant import Mask, Score, Variant
 
@@ -153,6 +153,22 @@ def _compilers() -> list[str]:
     return [*lines, "On PATH: " + (", ".join(other) or "none of g++, clang++, nvcc")]
 
 
+def bench(options: argparse.Namespace) -> None:
+    from .bench import record
+
+    presets = record.presets()
+    if options.preset not in presets:
+        raise FlashgenError(f"--preset {options.preset}: the presets are {', '.join(presets)}.")
+    device = "cpu" if options.preset == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"--preset {options.preset} measures a GPU, and there is none. Choose --preset cpu.")
+    result = record.run(presets[options.preset], device, rounds=options.rounds, family=options.family)
+    for name, figures in result["summary"].items():
+        print(f"{name}: geometric mean {figures['geometric_mean']:.2f}x, least {figures['min']:.2f}x of {figures['cells']} cells")
+    if options.record is not None:
+        record.save(result, options.record)
+
+
 def generated(options: argparse.Namespace) -> None:
     from . import generated as kept
 
@@ -199,6 +215,12 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("info", help="versions, devices, compilers, the cache")
     command.set_defaults(action=info)
     command.add_argument("--clean", action="store_true", help="remove every compiled kernel from the cache")
+    command = commands.add_parser("bench", help="this project and its peers side by side", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(action=bench)
+    command.add_argument("--preset", default="gpu" if torch.cuda.is_available() else "cpu", help="which list of cases")
+    command.add_argument("--rounds", type=_positive, default=3)
+    command.add_argument("--family", help="force a kernel family")
+    command.add_argument("--record", type=Path, help="also write the run as JSON")
     command = commands.add_parser("generated", help="the kernels kept in generated/")
     command.set_defaults(action=generated)
     which = command.add_mutually_exclusive_group(required=True)

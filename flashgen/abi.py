@@ -16,6 +16,7 @@ from .problem import Problem
 
 _T = {"float64": "double", "float32": "float", "bfloat16": "fg::bf16", "float16": "fg::f16"}
 AXES = ("b", "h", "l")
+TENSOR_MAP = "fg::TensorMap"  # 128 bytes, aligned to as many
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,24 @@ class Field:
         """struct format character; pointers travel as 64-bit addresses."""
         if self.ctype.endswith("*"):
             return "Q"
+        if self.ctype == TENSOR_MAP:
+            return "128s"
         return {"long long": "q", "int": "i", "float": "f", "double": "d"}[self.ctype]
 
 
 @dataclass(frozen=True)
 class Params:
-    """Fields in memory order, 8-byte members first, so that no padding arises before the end."""
+    """Fields in memory order, tensor maps and then 8-byte members first, so that no padding arises before the end."""
 
     fields: tuple[Field, ...]
 
     @cached_property
     def format(self) -> str:
         body = "<" + "".join(f.code for f in self.fields)
-        return body + "x" * (-struct.calcsize(body) % 8)
+        alignment = 128 if any(f.ctype == TENSOR_MAP for f in self.fields) else 8
+        return body + "x" * (-struct.calcsize(body) % alignment)
 
-    def pack(self, values: dict[str, int | float]) -> bytes:
+    def pack(self, values: dict[str, int | float | bytes]) -> bytes:
         return struct.pack(self.format, *[values[f.name] for f in self.fields])
 
 
@@ -61,7 +65,7 @@ def tensors(problem: Problem) -> tuple[str, ...]:
 def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = ()) -> Params:
     """All fields of one pass (see templates/README.md for their meaning)."""
     real = problem.real
-    fields: list[Field] = []
+    fields = [Field(ctype, name) for ctype, name in extras if ctype == TENSOR_MAP]
     add = lambda ctype, name: fields.append(Field(ctype, name))  # noqa: E731
     written = {"out"} if problem.which == "forward" else {"dq", "dk", "dv"}
     for name in tensors(problem):
@@ -114,6 +118,6 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
         reals.append("keep_scale")
         small.append(Field("int", "drop_below"))
     small += [Field(real, n) for n in reals]
-    small += [Field(ctype, name) for ctype, name in extras if not ctype.endswith("*")]
+    small += [Field(ctype, name) for ctype, name in extras if not ctype.endswith("*") and ctype != TENSOR_MAP]
     wide = [f for f in small if f.code in "qd"]
     return Params((*fields, *wide, *(f for f in small if f.code not in "qd")))

@@ -5,7 +5,6 @@ Tensors are read by shape, dtype, device and stride only; values are read when t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,7 +127,7 @@ def aux(return_aux: Any) -> tuple[str, ...]:
 
 
 def dropout(p: Any, seed: Any) -> None:
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not (0.0 <= p <= 1.0) or math.isnan(p):
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0:
         raise VariantError(f"dropout_p={p!r}: a probability in 0..1 is wanted.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
         raise VariantError(f"seed={seed!r}: an integer in 0..2^64 - 1, or None.")

@@ -8,20 +8,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from hashlib import sha256
 
 import jinja2
 
-from . import abi, families, hooks
+from . import abi, families, hooks, settings
+from .analysis import analyze
 from .form import Form
 from .plan import Plan
 from .problem import Problem
 from .source import Source
 from .target import Target
-
-_PACKAGED = Path(__file__).parent / "templates"
-TEMPLATES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "templates"  # a wheel carries them, a checkout has them beside
-INCLUDE = TEMPLATES / "include"
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Spec:
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, line_statement_prefix="//%", line_comment_prefix="//#",
+        loader=jinja2.FileSystemLoader(settings.templates_directory()), undefined=jinja2.StrictUndefined, line_statement_prefix="//%", line_comment_prefix="//#",
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
 
@@ -45,7 +42,7 @@ def _environment() -> jinja2.Environment:
 @lru_cache(maxsize=256)
 def header(name: str) -> str:
     """The text of ``templates/include/<name>``."""
-    return (INCLUDE / name).read_text()
+    return (settings.templates_directory() / "include" / name).read_text()
 
 
 def include_closure(text: str) -> tuple[tuple[str, str], ...]:
@@ -73,15 +70,36 @@ def emit(spec: Spec) -> Source:
         "capture_grads": problem.capture_grads if made.capture_grads else (), "varlen": problem.layout == "varlen", "seqlens_k": problem.seqlens_k,
         "deterministic": problem.deterministic, "dropout": problem.dropout,
     }  # fmt: skip
-    text = _environment().get_template(family.templates[template_key(problem)]).render(context)
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in text.splitlines())) + "\n"
+    text = _environment().get_template(family.templates[problem.which]).render(context)
+    text = _spaced(_opening(spec) + text)
     entries = tuple(re.findall(r'extern "C"[^;{]*?\b(\w+)\s*\(', text))
-    return Source(text, "cuda" if spec.target.kind == "cuda" else "c++", include_closure(text), entries)
+    name = f"{plan.family}_{problem.which}_{sha256(text.encode()).hexdigest()[:8]}"
+    return Source(text, "cuda" if spec.target.kind == "cuda" else "c++", include_closure(text), entries, name)
 
 
-def template_key(problem: Problem) -> str:
-    """Which template of a family serves a problem: the pass, and for float32 on a GPU its own (exact products need no tensor cores)."""
-    return problem.which
+def _opening(spec: Spec) -> str:
+    """The comment a kept file opens with: what it computes, for what, and what was proved."""
+    problem = spec.problem
+    traits = [spec.target.name, problem.dtype, f"head dims {problem.head_dim_qk}/{problem.head_dim_v}", f"family {spec.plan.family}"]
+    traits += [f"{problem.group} query heads per kv head"] if problem.group > 1 else []
+    traits += [name for name in ("sink", "deterministic", "seqlens_k") if getattr(problem, name)] + ([problem.layout] if problem.layout != "dense" else [])
+    lines = [f"Attention {problem.which} written by flashgen: {', '.join(traits)}.", *analyze(spec.form).sentences]
+    return "".join(f"// {line}\n" for line in lines)
+
+
+def _spaced(text: str) -> str:
+    """A blank line around each top-level definition and each block of includes, never two; line statements of Jinja swallow those after them."""
+    lines: list[str] = []
+    for raw in text.splitlines():
+        line = raw.rstrip()
+        before = lines[-1] if lines else ""
+        ended = before in ("}", "};", "}  // namespace") and not line.startswith(("}", "static_assert"))
+        turned = bool(before) and before.startswith("#include") != line.startswith("#include") and not before.startswith("//")
+        if line and before and (ended or turned):
+            lines.append("")
+        if line or before:
+            lines.append(line)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def standalone(source: Source) -> str:

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import math
 import numbers
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .capture import BOOL, INT, LONG, SINGLE, STORAGE, Capture, is_tensor, tracer
 from .errors import DtypeError, FlashgenError, VariantError
 
-BOOL, INT, LONG, SINGLE, REAL = "bool", "int", "long", "single", "real"
-# SINGLE is float32 always (int / int, a number times an index); REAL is float32, or float64 for float64 inputs (scores, captured floats)
-RANK = {BOOL: 0, INT: 1, LONG: 2, SINGLE: 3, REAL: 4}
-FLOATS = (SINGLE, REAL)
-STORAGE = {
-    "bool": BOOL, "uint8": INT, "int8": INT, "int16": INT, "int32": INT, "int64": LONG,
-    "float16": REAL, "bfloat16": REAL, "float32": REAL, "float64": REAL,
-}  # fmt: skip
 MAX_UNROLLED = 256  # longest trailing dimension of a partly indexed tensor that is unrolled into a sum
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # torch's name of a function or method -> its traced twin
@@ -35,60 +27,8 @@ _NUMPY_OPERATORS = {"equal": "eq", "power": "pow", "left_shift": "bitwise_left_s
 }  # fmt: skip
 
 
-def dtype_name(dtype: Any) -> str:
-    """``torch.float32`` or ``"float32"`` -> ``"float32"``."""
-    return str(dtype).rsplit(".", 1)[-1]
-
-
 class UnknownAttribute(VariantError, AttributeError):
     """A method that traced values lack. Also an AttributeError, so that ``hasattr`` answers False."""
-
-
-class Capture:
-    """A tensor a function indexes: captured by reference, named by ``input``, or derived from captured tensors by torch operations.
-
-    ``expect`` names what each dimension must measure ("B", "H", "Q", "K", a number, or None), checked at each call. ``recipe`` is
-    (function, args, kwargs) of a derived one. ``consumed`` says that Python used its sizes, so that other sizes need another trace.
-    """
-
-    def __init__(self, tensor: Any = None, *, name: str | None = None, ndim: int = 0, expect: tuple | None = None, recipe: tuple | None = None):
-        self.tensor: Any = tensor if name is None else None  # an input's tensor belongs to one call
-        self.name, self.expect, self.recipe, self.consumed = name, expect, recipe, False
-        self.dtype = dtype_name(tensor.dtype) if tensor is not None else "float32"
-        self.ndim = tensor.dim() if tensor is not None else ndim
-        self.shape: tuple[int, ...] | None = tuple(tensor.shape) if tensor is not None else None
-
-    @property
-    def type(self) -> str:
-        return STORAGE[self.dtype]
-
-    def sizes(self) -> tuple[int, ...]:
-        """The shape, for use by Python while tracing."""
-        if self.shape is None:
-            raise VariantError(f"the sizes of flashgen.input({self.name!r}) are not known before a call gives its tensor.")
-        self.consumed = True
-        return self.shape
-
-    def __getstate__(self) -> dict:
-        state = dict(self.__dict__)
-        if self.recipe is not None:
-            state["tensor"] = None  # derived anew from its recipe; a non-leaf tensor cannot be copied
-        return state
-
-
-class Tracer(threading.local):
-    """What one trace has captured so far."""
-
-    captures: dict[int, Capture] | None = None  # by id of the tensor or Input
-    alive: list | None = None  # those objects, so that their ids stay theirs
-    inputs: dict[str, Any] | None = None
-
-
-tracer = Tracer()
-
-
-def is_tensor(x: Any) -> bool:
-    return hasattr(x, "__torch_function__") and hasattr(x, "data_ptr")
 
 
 def as_captured(x: Any, expect: tuple | None = None) -> Indexed:
@@ -168,16 +108,16 @@ class Operand:
 class Expr(Operand):
     """A typed node. ``data`` holds what is static in it: a constant, a capture."""
 
-    __slots__ = ("args", "data", "op", "type")
+    __slots__ = ("args", "data", "kind", "op")
 
-    def __init__(self, op: str, type: str, args: tuple[Expr, ...] = (), data: Any = None):
-        self.op, self.type, self.args, self.data = op, type, args, data
+    def __init__(self, op: str, kind: str, args: tuple[Expr, ...] = (), data: Any = None):
+        self.op, self.kind, self.args, self.data = op, kind, args, data
 
     @property
     def dtype(self) -> Any:
         import torch
 
-        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}.get(self.type, torch.float32)
+        return {BOOL: torch.bool, INT: torch.int32, LONG: torch.int64}.get(self.kind, torch.float32)
 
     @property
     def device(self) -> Any:
@@ -201,7 +141,7 @@ class Expr(Operand):
         return ()
 
     def __repr__(self) -> str:
-        return f"Expr({self.op}: {self.type})"
+        return f"Expr({self.op}: {self.kind})"
 
 
 class Vector(Operand):
@@ -277,8 +217,8 @@ class Indexed(Operand):
                     raise VariantError(f"index {i} is out of range for dimension {dim} of size {size} of a captured tensor.")
                 i %= size
         e = wrap(i, static=True)
-        if e.type not in (INT, LONG):
-            raise VariantError(f"index of type {e.type}: captured tensors are indexed by integers; convert with .to(torch.int32).")
+        if e.kind not in (INT, LONG):
+            raise VariantError(f"index of type {e.kind}: captured tensors are indexed by integers; convert with .to(torch.int32).")
         return e
 
     def lower(self) -> Any:
@@ -355,22 +295,22 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         value = int(x)
         if not -(2**63) <= value < 2**63:
             raise VariantError(f"the integer {value} does not fit 64 bits.")
-        return const(value) if static else Expr("number", const(value).type, (), value)
+        return const(value) if static else Expr("number", const(value).kind, (), value)
     if isinstance(x, numbers.Real):
         real = float(x)
         return const(real) if static or not math.isfinite(real) else Expr("number", SINGLE, (), real)
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
 
-def cast(x: Expr, type: str) -> Expr:
-    if x.type == type:
+def cast(x: Expr, kind: str) -> Expr:
+    if x.kind == kind:
         return x
-    if x.op in ("number", "const") and not (x.op == "number" and type == BOOL):
-        if type in (INT, LONG) and not math.isfinite(x.data):
+    if x.op in ("number", "const") and not (x.op == "number" and kind == BOOL):
+        if kind in (INT, LONG) and not math.isfinite(x.data):
             raise VariantError(f"{x.data} cannot be converted to an integer.")
-        convert: Callable[[Any], Any] = {BOOL: bool, INT: int, LONG: int}.get(type, float)
-        return Expr(x.op, type, (), convert(x.data))
-    return Expr("cast", type, (x,))
+        convert: Callable[[Any], Any] = {BOOL: bool, INT: int, LONG: int}.get(kind, float)
+        return Expr(x.op, kind, (), convert(x.data))
+    return Expr("cast", kind, (x,))
 
 
 def is_in_place(name: str) -> bool:

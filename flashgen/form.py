@@ -145,14 +145,14 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
                 captures.append(e.data)
             data = captures.index(e.data)
         elif e.op == "number":
-            if e.type in FLOATS:
+            if e.kind in FLOATS:
                 floats.append(e.data)
                 data = len(floats) - 1
             else:
                 ints.append(e.data)
-                int_types.append(e.type)
+                int_types.append(e.kind)
                 data = len(ints) - 1
-        node = Node(e.op, e.type, tuple(place[id(a)] for a in e.args), data)
+        node = Node(e.op, e.kind, tuple(place[id(a)] for a in e.args), data)
         place[id(e)] = index.setdefault(node.key, len(nodes))
         if place[id(e)] == len(nodes):
             nodes.append(node)

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from .capture import FLOATS, SINGLE
 from .errors import VariantError
-from .expression import FLOATS, FUNCTIONS, SINGLE, Expr, Vector, cast, const, wrap
+from .expression import FUNCTIONS, Expr, Vector, cast, const, wrap
 from .operations import (
     _above,
     _below,
@@ -55,7 +56,7 @@ def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
 @lifted
 def _sign(x: Any) -> Any:
     x = wrap(x)
-    return Expr("sign", x.type, (x,)) if x.type in FLOATS else cast(sub(to(_gt(x, const(0)), "int32"), to(_lt(x, const(0)), "int32")), x.type)
+    return Expr("sign", x.kind, (x,)) if x.kind in FLOATS else cast(sub(to(_gt(x, const(0)), "int32"), to(_lt(x, const(0)), "int32")), x.kind)
 
 
 def _log_add_exp(a: Any, b: Any) -> Any:

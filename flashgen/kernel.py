@@ -61,7 +61,7 @@ class Kernel:
         target = target if target is not None else settings.target()
         if target is not None:
             targets.parse(target)
-        known = [name for names in families.ORDER.values() for name in names]
+        known = [name for names in families.KNOWN.values() for name in names]
         if family is not None and family not in known:
             raise VariantError(f"family={family!r}: the families are {', '.join(known)}.")
         if tune:
@@ -93,7 +93,7 @@ class Kernel:
         if layout not in ("bhld", "blhd"):
             raise VariantError(f"layout={layout!r}: 'bhld' or 'blhd'.")
         wanted = checks.aux(return_aux)
-        call, traced = self._dense(q, k, v, seqlens_k, sink, inputs, dropout_p, seed, layout)
+        call, traced = self._dense(q, k, v, seqlens_k, sink, inputs, dropout_p, seed, layout=layout)
         out, lse, top = self._attend(call, traced, "dense", "max_scores" in wanted)
         out = out.transpose(1, 2) if layout == "blhd" else out
         return (out, Aux(lse if "lse" in wanted else None, top if "max_scores" in wanted else None)) if wanted or return_aux != False else out  # noqa: E712
@@ -151,7 +151,7 @@ class Kernel:
             self._handles[key] = Handle(traced.form.text, layout, True, max_scores, out_low, self.target, self.family, self.forced).text
         return self._handles[key]
 
-    def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, layout: str) -> tuple[Call, Traced]:
+    def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, *, layout: str) -> tuple[Call, Traced]:
         q, k, v = _autocast(q, k, v)
         plain = sink is None and seqlens_k is None and not inputs and not dropout_p and seed is None and layout == "bhld"
         seen = None
@@ -252,7 +252,10 @@ class Kernel:
         first = [call.pop(n, None) for n in keys]
         if call:
             raise VariantError(f"unknown arguments {', '.join(call)}.")
-        made, traced = self._packed(q, k, v, *first, *common) if varlen else self._dense(q, k, v, *first, *common, layout)
+        if varlen:
+            made, traced = self._packed(q, k, v, first[0], first[1], first[2], first[3], *common)
+        else:
+            made, traced = self._dense(q, k, v, first[0], *common, layout=layout)
         target = targets.parse(self.target) if self.target else ops.resolve_target(None, made.q.device)
         learned = any(made.captures[n].requires_grad for n in traced.score_slots)
         handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
@@ -278,7 +281,8 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     if not (hasattr(q, "device") and torch.is_autocast_enabled(q.device.type)):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))  # type: ignore[return-value]
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
 
 
 def _resolve(captures: tuple[Capture, ...], inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
@@ -295,6 +299,11 @@ def _replay(capture: Capture, inputs: Mapping[str, Tensor], memo: dict[int, Any]
         return capture.tensor
     if id(capture) not in memo:
         function, args, kwargs = capture.recipe
-        fresh = lambda x: _replay(x, inputs, memo) if isinstance(x, Capture) else [fresh(y) for y in x] if isinstance(x, list) else tuple(map(fresh, x)) if isinstance(x, tuple) else x  # noqa: E731
+
+        def fresh(x: Any) -> Any:
+            if isinstance(x, Capture):
+                return _replay(x, inputs, memo)
+            return type(x)(fresh(y) for y in x) if type(x) in (list, tuple) else x
+
         memo[id(capture)] = function(*fresh(args), **{n: fresh(x) for n, x in kwargs.items()})
     return memo[id(capture)]

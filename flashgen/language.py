@@ -13,32 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import functions  # noqa: F401 - completes FUNCTIONS
+from .capture import BOOL, FLOATS, INT, LONG, REAL, SINGLE, STORAGE, Capture, dtype_name, is_tensor, tracer
 from .errors import VariantError
-from .expression import (
-    BOOL,
-    FLOATS,
-    FUNCTIONS,
-    INT,
-    LONG,
-    REAL,
-    SINGLE,
-    STORAGE,
-    Capture,
-    Expr,
-    Input,
-    Operand,
-    Vector,
-    as_captured,
-    call_torch,
-    cast,
-    const,
-    dtype_name,
-    input,
-    is_in_place,
-    is_tensor,
-    tracer,
-    wrap,
-)  # fmt: skip
+from .expression import FUNCTIONS, Expr, Input, Operand, Vector, as_captured, call_torch, cast, const, input, is_in_place, wrap
 from .operations import ROUNDING, UNARY_REAL, absolute, clamp, logical_and, logical_not, logical_or, lower, maximum, minimum, to, truth, where
 
 B, H, Q, K, S = Expr("b", INT), Expr("h", INT), Expr("q", INT), Expr("k", INT), Expr("s", REAL)
@@ -111,6 +88,8 @@ def _capture_mode() -> Any:
             tensors = [a for a in flat if isinstance(a, Tensor)]
             if tensors and is_in_place(getattr(func, "__name__", "")):
                 raise VariantError(f"{func.__name__} writes in place: score and mask functions are pure. Prepare the tensor outside the function.")
+            if getattr(func, "__name__", "") == "__get__":  # a property such as t.T: its getter cannot be pickled, getattr can
+                func, args, kwargs = getattr, (args[0], func.__self__.__name__), {}
             result = func(*args, **kwargs)
             if tensors and not any(result is a for a in tensors):
                 _remember(result, (func, _known(args), {n: _known(x) for n, x in kwargs.items()}))

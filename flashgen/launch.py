@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from . import cache, families
+from . import cache, families, tensor_map
 from .errors import DeviceError, FlashgenError
 from .families import Sizes
 from .pipeline import Executable
+from .tensor_map import TENSOR_MAP_BYTES
 
 Starter = Callable[[bytearray], None]  # queues the kernels of a pass with this argument struct
 
@@ -42,24 +43,45 @@ class Bound:
         executable = loaded.executable
         self._device = loaded.device
         fields = executable.params.fields
+        family = families.get(executable.plan.family)
+        maps = family.tensor_maps(executable.problem, executable.plan)
         self._pointers = tuple(f.name for f in fields if f.code == "Q")
-        assert all(f.code == "Q" for f in fields[: len(self._pointers)]), "pointers come first in Params"
+        assert all(f.code == "Q" for f in fields[len(maps) :][: len(self._pointers)]), "tensor maps and then pointers come first in Params"
         self._addresses = struct.Struct(f"<{len(self._pointers)}Q")
-        self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **arguments})
-        wanted = families.get(executable.plan.family).workspaces(executable.problem, executable.plan, sizes)
-        self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype)) for w in wanted]
+        self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **{m.field: bytes(TENSOR_MAP_BYTES) for m in maps}, **arguments})
+        wanted = family.workspaces(executable.problem, executable.plan, sizes)
+        self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted]
+        self._encoders = [(m.tensor, tensor_map.encoder(m, executable.problem.dtype, arguments, sizes)) for m in maps]
         self._start = loaded.starter(sizes)
 
     def start(self, addresses: dict[str, int]) -> None:
         """Allocate workspaces through torch, enter the addresses and launch."""
         held = []  # keeps the workspaces alive until the launch is queued; torch's allocator then reuses them in stream order
-        for field, make, elements, dtype in self._workspaces:
-            tensor = make(elements, dtype=dtype, device=self._device)
+        for field, make, elements, dtype, kept in self._workspaces:
+            tensor = _kept(elements, dtype, self._device) if kept else make(elements, dtype=dtype, device=self._device)
             addresses[field] = tensor.data_ptr()
             held.append(tensor)
         packed = bytearray(self._template)
-        self._addresses.pack_into(packed, 0, *[addresses[name] for name in self._pointers])
+        offset = 0
+        for name, encode in self._encoders:
+            packed[offset : offset + TENSOR_MAP_BYTES] = encode(addresses[name])
+            offset += TENSOR_MAP_BYTES
+        self._addresses.pack_into(packed, offset, *[addresses[name] for name in self._pointers])
         self._start(packed)
+
+
+_kept_workspaces: dict[Any, torch.Tensor] = {}
+
+
+def _kept(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that every kernel leaves as zeros: one allocation per stream, whose kernels never overlap. A graph, which may be replayed on any stream, gets its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(elements, dtype=dtype, device=device)
+    key = (elements, dtype, device, torch._C._cuda_getCurrentRawStream(device.index or 0))
+    found = _kept_workspaces.get(key)
+    if found is None:
+        found = _kept_workspaces[key] = torch.zeros(elements, dtype=dtype, device=device)
+    return found
 
 
 def load(executable: Executable, device: torch.device) -> Loaded:

@@ -10,29 +10,9 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from .capture import BOOL, FLOATS, INT, LONG, RANK, SINGLE, STORAGE, dtype_name, is_tensor
 from .errors import DtypeError, VariantError
-from .expression import (
-    BOOL,
-    FLOATS,
-    FUNCTIONS,
-    INT,
-    LONG,
-    OPERATORS,
-    RANK,
-    SINGLE,
-    STORAGE,
-    Expr,
-    Indexed,
-    Input,
-    Operand,
-    Vector,
-    as_captured,
-    cast,
-    const,
-    dtype_name,
-    is_tensor,
-    wrap,
-)  # fmt: skip
+from .expression import FUNCTIONS, OPERATORS, Expr, Indexed, Input, Operand, Vector, as_captured, cast, const, wrap
 
 UNARY_REAL = (
     "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "sigmoid",
@@ -43,7 +23,7 @@ _MOST_SHIFT = {INT: 30, LONG: 62}  # largest power of two of a type
 
 def common(*xs: Expr, least: str = BOOL) -> tuple[str, tuple[Expr, ...]]:
     """The operands in their common type, torch's promotion."""
-    kind = max((*(x.type for x in xs), least), key=RANK.__getitem__)
+    kind = max((*(x.kind for x in xs), least), key=RANK.__getitem__)
     return kind, tuple(cast(x, kind) for x in xs)
 
 
@@ -72,7 +52,7 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def truth(x: Expr) -> Expr:
     """x != 0 as a bool."""
-    return x if x.type == BOOL else Expr("ne", BOOL, (x, cast(const(0), x.type)))
+    return x if x.kind == BOOL else Expr("ne", BOOL, (x, cast(const(0), x.kind)))
 
 
 def _arith(op: str) -> Callable[..., Any]:
@@ -166,7 +146,7 @@ _quotient, _pow = _float_op("div"), _float_op("pow")
 
 @lifted
 def _truncated_quotient(a: Any, b: Any) -> Any:
-    if wrap(a).type not in FLOATS and wrap(b).type not in FLOATS:
+    if wrap(a).kind not in FLOATS and wrap(b).kind not in FLOATS:
         return truncdiv(a, b)
     return FUNCTIONS["trunc"](_quotient(a, b))
 
@@ -180,29 +160,29 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _rounding(op: str) -> Callable[..., Any]:
-    return lifted(lambda x: Expr(op, wrap(x).type, (wrap(x),)) if wrap(x).type in FLOATS else wrap(x))
+    return lifted(lambda x: Expr(op, wrap(x).kind, (wrap(x),)) if wrap(x).kind in FLOATS else wrap(x))
 
 
 @lifted
 def absolute(x: Any) -> Expr:
     x = wrap(x)
-    return x if x.type == BOOL else Expr("abs", x.type, (x,))
+    return x if x.kind == BOOL else Expr("abs", x.kind, (x,))
 
 
 @lifted
 def negate(x: Any) -> Expr:
     x = wrap(x)
-    if x.type == BOOL:
+    if x.kind == BOOL:
         raise VariantError("- of a boolean: use ~ for logical not.")
-    return Expr("neg", x.type, (x,))
+    return Expr("neg", x.kind, (x,))
 
 
 @lifted
 def invert(x: Any) -> Expr:
     x = wrap(x)
-    if x.type in FLOATS:
+    if x.kind in FLOATS:
         raise VariantError("~ of a floating point value: compare first, `~(a > 0)`.")
-    return const(not x.data) if x.type == BOOL and x.op == "const" else Expr("not", x.type, (x,))
+    return const(not x.data) if x.kind == BOOL and x.op == "const" else Expr("not", x.kind, (x,))
 
 
 def _extreme(op: str, tie: str = "half") -> Callable[..., Any]:
@@ -238,7 +218,7 @@ def _power_of(x: Expr, exponent: Any) -> Expr:
     """A fixed exponent; x ** 2 is x * x."""
     if float(exponent).is_integer() and 0 <= exponent <= 16:
         if exponent == 0:
-            return cast(const(1), x.type if x.type != BOOL else INT)
+            return cast(const(1), x.kind if x.kind != BOOL else INT)
         half = _power_of(x, exponent // 2) if exponent > 1 else x
         square = mul(half, half) if exponent > 1 else x
         return mul(square, x) if exponent > 1 and exponent % 2 else square
@@ -250,7 +230,7 @@ def _power_of(x: Expr, exponent: Any) -> Expr:
 def _power_by(a: Any, b: Any) -> Expr:
     """A traced exponent. Integers stay integers, as in torch, which only powers of two can."""
     base, exponent = wrap(a, static=isinstance(a, numbers.Real)), wrap(b)
-    if base.type in FLOATS or exponent.type in FLOATS:
+    if base.kind in FLOATS or exponent.kind in FLOATS:
         return _pow(base, exponent)
     if base.op == "const" and base.data == 2:
         return where(_compare("ge")(exponent, const(0)), FUNCTIONS["bitwise_left_shift"](const(1), exponent), const(0))
@@ -285,7 +265,7 @@ logical_and, logical_or, logical_not = _logical("and"), _logical("or"), lifted(l
 
 
 def _fill(value: float) -> Callable[..., Any]:
-    return lifted(lambda x, **_: cast(const(value), wrap(x).type))
+    return lifted(lambda x, **_: cast(const(value), wrap(x).kind))
 
 
 def reduce(x: Any, op: Callable[[Any, Any], Any], dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
@@ -303,7 +283,7 @@ def reduce(x: Any, op: Callable[[Any, Any], Any], dim: Any = None, keepdim: bool
 
 def counted(x: Any) -> Any:
     """Booleans count as 0 and 1 in sums and products."""
-    return lifted(lambda v: cast(wrap(v), INT) if wrap(v).type == BOOL else wrap(v))(x)
+    return lifted(lambda v: cast(wrap(v), INT) if wrap(v).kind == BOOL else wrap(v))(x)
 
 
 _OPERATORS = {
@@ -336,9 +316,9 @@ FUNCTIONS |= {
     "minimum": minimum, "maximum": maximum, "clamp": clamp, "where": where, "atan2": _float_op("atan2"),
     "logical_and": logical_and, "logical_or": logical_or, "logical_xor": _logical("xor"), "logical_not": logical_not,
     "bitwise_and": band, "bitwise_or": bor, "bitwise_xor": bxor, "bitwise_not": invert, "bitwise_left_shift": _OPERATORS["lshift"],
-    "bitwise_right_shift": _OPERATORS["rshift"], "to": to, "detach": lifted(lambda x: Expr("detach", wrap(x).type, (wrap(x),))),
+    "bitwise_right_shift": _OPERATORS["rshift"], "to": to, "detach": lifted(lambda x: Expr("detach", wrap(x).kind, (wrap(x),))),
     "clone": lambda x, **_: x, "contiguous": lambda x, **_: x, "zeros_like": _fill(0), "ones_like": _fill(1),
-    "full_like": lifted(lambda x, value, **_: cast(wrap(value), wrap(x).type)),
+    "full_like": lifted(lambda x, value, **_: cast(wrap(value), wrap(x).kind)),
     "sum": lambda x, *a, **kw: reduce(counted(x), add, *a, **kw), "prod": lambda x, *a, **kw: reduce(counted(x), mul, *a, **kw),
     "amax": lambda x, *a, **kw: reduce(x, maximum, *a, **kw), "amin": lambda x, *a, **kw: reduce(x, minimum, *a, **kw),
     "any": lambda x, *a, **kw: reduce(to(x, "bool"), bor, *a, **kw), "all": lambda x, *a, **kw: reduce(to(x, "bool"), band, *a, **kw),

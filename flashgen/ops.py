@@ -45,8 +45,9 @@ class Handle(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def parse_handle(text: str) -> tuple[Handle, Form]:
-    values = json.loads(text)
-    handle = Handle(*(tuple(tuple(x) if isinstance(x, list) else x for x in v) if isinstance(v, list) else v for v in values))
+    form, layout, lse, max_scores, out_low, target, family, plan = json.loads(text)
+    forced = None if plan is None else tuple((name, value) for name, value in plan)
+    handle = Handle(form, layout, lse, max_scores, out_low, target, family, forced)
     return handle, Form.parse(handle.form)
 
 

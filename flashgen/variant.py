@@ -190,7 +190,7 @@ class Variant:
 
 def _condition(m: lang.Expr) -> lang.Expr | None:
     """What a mask function returned as a bool; None where it is always true."""
-    if m.type in lang.FLOATS:
+    if m.kind in lang.FLOATS:
         raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
     m = lang.truth(m)
     return None if m.op == "const" and m.data else m

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import flashgen
 from flashgen import hooks
-from flashgen.expression import INT, LONG, REAL, SINGLE
+from flashgen.language import INT, LONG, REAL, SINGLE
 from flashgen.form import Form
 
 G = torch.Generator().manual_seed(3)
@@ -260,7 +260,7 @@ def test_types_follow_torch():
     for kind, function in kinds.items():
         with flashgen.language.tracing({}):
             lang = flashgen.language
-            assert lang.trace(function, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score").type == kind
+            assert lang.trace(function, (lang.S, lang.B, lang.H, lang.Q, lang.K), what="score").kind == kind
 
 
 def test_the_identity_keeps_no_score():

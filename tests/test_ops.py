@@ -58,7 +58,7 @@ def test_gradcheck_sink_and_lse():
 
 def test_opcheck():
     kernel = fg.compile(fg.Variant(mask=fg.causal, score=fg.softcap(3.0)))
-    call, traced = kernel._dense(*qkv(), None, None, None, 0.0, None, "bhld")
+    call, traced = kernel._dense(*qkv(), None, None, None, 0.0, None, layout="bhld")
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
     text = kernel._handle(traced, "dense", True, False)
     assert set(opcheck(torch.ops.flashgen.forward.default, (text, *plain)).values()) == {"SUCCESS"}

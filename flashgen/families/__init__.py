@@ -39,6 +39,18 @@ class Workspace:
     dtype: str
     elements: int
     zeroed: bool
+    kept: bool = False  # the kernel leaves it as it found it: one allocation serves all launches on a stream
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor map by value in Params, over (column, row, head, batch) of one 4-d tensor of the pass; boxes of columns x rows, swizzled by the box's width."""
+
+    field: str
+    tensor: str  # "q", "k", "v", "out" ...: its address, strides and lengths are those of the call
+    columns: int  # the head dim; boxes are filled with zeros beyond it
+    box_columns: int
+    box_rows: int
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,15 @@ class Family:
     params: Callable[[Problem], Sequence[tuple[str, str]]]  # extra Params fields (C type, name), workspace pointers above all
     workspaces: Callable[[Problem, Plan, Sizes], list[Workspace]]
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
+    tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()
 
 
 ORDER = {"cuda": ("sm80",), "cpu": ("cpu",)}  # per kind of device, the fastest family first
+KNOWN = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # those that can be forced
 
 
 def get(name: str) -> Family:
-    """The record of the family called ``name`` (``"cpu"``, ``"sm80"``)."""
+    """The record of the family called ``name`` (``"cpu"``, ``"sm80"``, ``"sm90"``)."""
     return importlib.import_module(f".{name}", __package__).FAMILY
 
 
@@ -92,8 +106,8 @@ def choose(problem: Problem, target: Target, forced: str | None = None) -> tuple
     """Name of the family that serves the problem, and the reasons against those passed over. Raises VariantError when none accepts it."""
     from ..errors import VariantError
 
-    if forced is not None and forced not in ORDER[target.kind]:
-        raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(ORDER[target.kind])}.")
+    if forced is not None and forced not in KNOWN[target.kind]:
+        raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(KNOWN[target.kind])}.")
     passed: dict[str, list[str]] = {}
     for name in (forced,) if forced else ORDER[target.kind]:
         reasons = get(name).refuse(problem, target)

@@ -4,6 +4,8 @@
 
 namespace fg {
 
+struct alignas(16) Chunk { unsigned words[4]; };  // 8 elements of 16 bits
+
 // ROWS x COLUMNS, row by row without gaps. A row is cut into chunks of 16 bytes (8 elements); chunk c of row r lies at place c ^ swizzle(r), so that the 8 rows of
 // an 8x8 matrix, one chunk each, fall into 8 different groups of four banks, for any even number of chunks.
 template <int ROWS_, int COLUMNS_> struct alignas(128) Tile {
@@ -41,8 +43,9 @@ template <int VALID_COLUMNS, bool ALIGNED, class T> FG_FN void read_chunk(unsign
       x[0] = x[1] = x[2] = x[3] = 0;
       return;
     }
-    const uint4 value = *reinterpret_cast<const uint4*>(row + chunk * 8);
-    x[0] = value.x, x[1] = value.y, x[2] = value.z, x[3] = value.w;
+    const Chunk value = *reinterpret_cast<const Chunk*>(row + chunk * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = value.words[i];
     return;
   }
 #pragma unroll
@@ -96,15 +99,14 @@ FG_FN void store_tile(T* target, long long stride, int rows, TILE& tile) {
 #pragma unroll
       for (int across = 0; across < TILE::CHUNKS; across += ACROSS) {
         const int column = (across + chunk) * 8;
-        const uint4 value = *reinterpret_cast<const uint4*>(tile.at(row, across + chunk));
+        const Chunk value = *reinterpret_cast<const Chunk*>(tile.at(row, across + chunk));
         T* const to = target + row * stride + column;
         if (ALIGNED && (VALID_COLUMNS >= (across + ACROSS) * 8 || column + 8 <= VALID_COLUMNS)) {
-          *reinterpret_cast<uint4*>(to) = value;
+          *reinterpret_cast<Chunk*>(to) = value;
         } else {
-          const unsigned words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            if (column + e < VALID_COLUMNS) to[e].bits = (unsigned short)(words[e / 2] >> e % 2 * 16);
+            if (column + e < VALID_COLUMNS) to[e].bits = (unsigned short)(value.words[e / 2] >> e % 2 * 16);
           }
         }
       }

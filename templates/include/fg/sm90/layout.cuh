@@ -26,9 +26,9 @@ template <int COLUMNS> FG_FN Descriptor descriptor(unsigned address, unsigned bl
 }
 
 // What a descriptor grows by from one step of 16 along the product's depth to the next: across the columns of a tile of ROWS rows, or down its rows.
-template <int COLUMNS, int ROWS> constexpr Descriptor step_across(int step) {
+template <int COLUMNS, int ROWS> FG_FN constexpr Descriptor step_across(int step) {
   return (Descriptor)(step * 16 / COLUMNS * ROWS * COLUMNS * 2 + step * 16 % COLUMNS * 2) >> 4;
 }
-template <int COLUMNS> constexpr Descriptor step_down(int step) { return (Descriptor)(step * 16 * COLUMNS * 2) >> 4; }
+template <int COLUMNS> FG_FN constexpr Descriptor step_down(int step) { return (Descriptor)(step * 16 * COLUMNS * 2) >> 4; }
 
 }  // namespace fg

@@ -95,6 +95,15 @@ template <class S> FG_FN unsigned pack(float low, float high);
 template <> FG_FN unsigned pack<bf16>(float low, float high) { unsigned r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 template <> FG_FN unsigned pack<f16>(float low, float high) { unsigned r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 
+// Lane c of a quad gives x_j, columns 2 c and 2 c + 1 of block j; it gets back the eight columns of block c.
+FG_FN uint4 quad_transpose(unsigned x0, unsigned x1, unsigned x2, unsigned x3, int lane) {
+  const bool high = lane & 2, odd = lane & 1;
+  const unsigned a0 = __shfl_xor_sync(ALL_LANES, high ? x0 : x2, 2), a1 = __shfl_xor_sync(ALL_LANES, high ? x1 : x3, 2);
+  const unsigned y0 = high ? a0 : x0, y1 = high ? a1 : x1, y2 = high ? x2 : a0, y3 = high ? x3 : a1;  // y0, y1 from lane c & 1; y2, y3 from lane 2 + (c & 1)
+  const unsigned b0 = __shfl_xor_sync(ALL_LANES, odd ? y0 : y1, 1), b1 = __shfl_xor_sync(ALL_LANES, odd ? y2 : y3, 1);
+  return odd ? make_uint4(b0, y1, b1, y3) : make_uint4(y0, b0, y2, b1);
+}
+
 FG_FN float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
   return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));

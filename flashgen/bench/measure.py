@@ -1,0 +1,96 @@
+"""Measure: times of a case for every peer in turn, several rounds, medians.
+
+Case, device -> a row of JSON-able figures. Random data, warm-up first, inputs rotated through more than the last-level cache on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .peers import Case, peers
+
+ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the table
+TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round
+FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # cost of a pass, by the usual convention
+
+Step = Callable[[], Any]
+
+
+def _inputs(case: Case, device: str, grad: bool) -> list[list[torch.Tensor]]:
+    dtype = getattr(torch, case.dtype)
+    q_shape, kv_shape = ((case.batch, h, case.length, case.head_dim) for h in (case.heads, case.kv_heads))
+    generator = torch.Generator(device).manual_seed(0)
+    size = torch.empty((), dtype=dtype).element_size() * (case.batch * case.length * case.head_dim) * (case.heads + 2 * case.kv_heads)
+    copies = 1 if device == "cpu" else max(1, min(8, ROTATE_BYTES // size))
+    make = lambda shape: torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_(grad)  # noqa: E731
+    return [[make(q_shape), make(kv_shape), make(kv_shape), make(q_shape).detach()] for _ in range(copies)]
+
+
+def _steps(call: Callable[..., Any], sets: list[list[torch.Tensor]], what: str) -> list[Step]:
+    """One step per input set: the forward alone, the backward alone (its graph kept), or both."""
+    return [_step(call, what, *tensors) for tensors in sets]
+
+
+def _step(call: Callable[..., Any], what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Step:
+    if what == "forward":
+        return lambda: call(q, k, v)
+    if what == "both":
+        return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), dout)
+    out = call(q, k, v)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def _time_ms(steps: list[Step], device: str, calls: int) -> float:
+    if device == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for n in range(calls):
+            steps[n % len(steps)]()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / calls
+    best = float("inf")
+    for n in range(calls):
+        started = time.perf_counter()
+        steps[n % len(steps)]()
+        best = min(best, time.perf_counter() - started)
+    return best * 1e3
+
+
+def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, family: str | None = None) -> dict[str, Any]:
+    """``what``: "forward" (no grad), "backward" or "both". Milliseconds per peer (the median of the rounds) and TFLOP/s by the case's exact pairs."""
+    sets = _inputs(case, device, grad=what != "forward")
+    ready: dict[str, tuple[list[Step], int]] = {}
+    failed: dict[str, str] = {}
+    times: dict[str, list[float]] = {}
+    with torch.no_grad() if what == "forward" else torch.enable_grad():
+        for name, call in peers(case, device, family).items():
+            try:
+                steps = _steps(call, sets, what)
+                steps[0]()
+                once = _time_ms(steps, device, 2)
+            except Exception as error:  # noqa: BLE001 - a peer that cannot run the case is reported; our own errors must show
+                if name == "flashgen":
+                    raise
+                failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
+                continue
+            ready[name] = (steps, max(3, min(200, int(TARGET_SECONDS[device] * 1e3 / max(once, 1e-3)))))
+        for _ in range(rounds):
+            for name, (steps, calls) in ready.items():
+                times.setdefault(name, []).append(_time_ms(steps, device, calls))
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    flops = case.flops() * FORWARDS[what]
+    return {
+        "case": case.name, "what": what, "ms": {n: round(t, 4) for n, t in medians.items()}, "spread": {n: round(max(t) / min(t), 3) for n, t in times.items()},
+        "tflops": {n: round(flops / t / 1e9, 3) for n, t in medians.items()}, "failed": failed,
+    }  # fmt: skip
+
+
+def speedup(row: dict[str, Any], over: str) -> float:
+    """How many times faster this project is than a peer in a row."""
+    return row["ms"][over] / row["ms"]["flashgen"]

@@ -1,0 +1,109 @@
+"""Record: a benchmark run with what it ran on, printed as a table of ratios and kept as JSON in docs/results.
+
+Example: ``python -m flashgen bench --preset cpu --record docs/results/cpu.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import target as targets
+from .measure import measure, speedup
+from .peers import Case
+
+TOKENS = 16384  # of a GPU case, so that short sequences fill the machine too
+HIDDEN = 2048  # heads * head_dim of a GPU case
+PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "sympy", "jinja2")
+
+
+def presets() -> dict[str, list[tuple[Case, str]]]:
+    """Named lists of (case, what to time)."""
+    cpu = [
+        (Case(1, 8, 8, 2048, dim, dtype, variant), what)
+        for dtype in ("float32", "bfloat16")
+        for what in ("forward", "both")
+        for dim in (64, 128)
+        for variant in ("full", "causal", *(("softcap",) if what == "forward" else ()))
+    ]
+    gpu = [
+        (Case(TOKENS // n, HIDDEN // dim, HIDDEN // dim, n, dim, "bfloat16", variant), what)
+        for what in ("forward", "backward")
+        for dim in (64, 128, 256)
+        for n in (1024, 4096, 16384)
+        for variant in ("full", "causal")
+    ]
+    variants = [(Case(2, 16, 16, 8192, 128, "bfloat16", v), what) for what in ("forward", "backward") for v in ("full", "causal", "softcap", "alibi", "window")]
+    return {"cpu": cpu, "gpu": gpu, "gpu-variants": variants}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, the machine, and the git trees that are measured."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
+    if device == "cuda":
+        found |= {"device": torch.cuda.get_device_name(), "driver": _driver()}
+    else:
+        chip = targets.detect_cpu()
+        found |= {"device": chip.chip, "amx": "amx_bf16" in chip.features, "threads": torch.get_num_threads()}
+    return found | {"trees": trees()}
+
+
+def trees() -> dict[str, str]:
+    """Git tree ids of flashgen/ and templates/; "with changes" when the working tree differs from them."""
+    root = Path(__file__).resolve().parents[2]
+    git = lambda *args: subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)  # noqa: E731
+    found = {}
+    for folder in ("flashgen", "templates"):
+        head = git("rev-parse", f"HEAD:{folder}")
+        dirty = git("status", "--porcelain", "--", folder).stdout.strip()
+        found[folder] = head.stdout.strip() + (" with changes" if dirty else "") if head.returncode == 0 else "not a git checkout"
+    return found
+
+
+def _driver() -> str:
+    query = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return query.stdout.strip().splitlines()[0] if query.returncode == 0 and query.stdout.strip() else "unknown"
+
+
+def run(cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None) -> dict[str, Any]:
+    """Measure every case, printing a line each; the rows come with the environment and a summary."""
+    rows = []
+    for case, what in cases:
+        rows.append(measure(case, device, what, rounds=rounds, family=family))
+        print(line(rows[-1]), flush=True)
+    return {"environment": environment(device), "family": family, "rows": rows, "summary": summary(rows)}
+
+
+def line(row: dict[str, Any]) -> str:
+    parts = [f"{row['case']:44s} {row['what']:8s} {row['ms']['flashgen']:9.3f} ms {row['tflops']['flashgen']:8.3f} TFLOP/s"]
+    parts += [f"{name} {row['tflops'][name]:8.3f} ({speedup(row, name):.2f}x)" for name in row["ms"] if name != "flashgen"]
+    return "  ".join(parts + [f"{name}: {why}" for name, why in row["failed"].items()])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Geometric mean and minimum of our speed over each peer's, per pass and dtype."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        for name in row["ms"]:
+            if name != "flashgen":
+                groups.setdefault(f"{row['what']} {row['case'].split()[4]} over {name}", []).append(speedup(row, name))
+    return {k: {"geometric_mean": round(math.exp(sum(map(math.log, r)) / len(r)), 3), "min": round(min(r), 3), "cells": len(r)} for k, r in groups.items()}
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,72 @@
+"""Captured tensors: what a trace has met, by reference, by name, or derived; and the types of their elements.
+
+Tensor -> Capture. Example: ``Capture(table).type`` is "real" for a bfloat16 table.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .errors import VariantError
+
+BOOL, INT, LONG, SINGLE, REAL = "bool", "int", "long", "single", "real"
+# SINGLE is float32 always (int / int, a number times an index); REAL is float32, or float64 for float64 inputs (scores, captured floats)
+RANK = {BOOL: 0, INT: 1, LONG: 2, SINGLE: 3, REAL: 4}
+FLOATS = (SINGLE, REAL)
+STORAGE = {
+    "bool": BOOL, "uint8": INT, "int8": INT, "int16": INT, "int32": INT, "int64": LONG,
+    "float16": REAL, "bfloat16": REAL, "float32": REAL, "float64": REAL,
+}  # fmt: skip
+
+
+def dtype_name(dtype: Any) -> str:
+    """``torch.float32`` or ``"float32"`` -> ``"float32"``."""
+    return str(dtype).rsplit(".", 1)[-1]
+
+
+class Capture:
+    """A tensor a function indexes: captured by reference, named by ``input``, or derived from captured tensors by torch operations.
+
+    ``expect`` names what each dimension must measure ("B", "H", "Q", "K", a number, or None), checked at each call. ``recipe`` is
+    (function, args, kwargs) of a derived one. ``consumed`` says that Python used its sizes, so that other sizes need another trace.
+    """
+
+    def __init__(self, tensor: Any = None, *, name: str | None = None, ndim: int = 0, expect: tuple | None = None, recipe: tuple | None = None):
+        self.tensor: Any = tensor if name is None else None  # an input's tensor belongs to one call
+        self.name, self.expect, self.recipe, self.consumed = name, expect, recipe, False
+        self.dtype = dtype_name(tensor.dtype) if tensor is not None else "float32"
+        self.ndim = tensor.dim() if tensor is not None else ndim
+        self.shape: tuple[int, ...] | None = tuple(tensor.shape) if tensor is not None else None
+
+    @property
+    def type(self) -> str:
+        return STORAGE[self.dtype]
+
+    def sizes(self) -> tuple[int, ...]:
+        """The shape, for use by Python while tracing."""
+        if self.shape is None:
+            raise VariantError(f"the sizes of flashgen.input({self.name!r}) are not known before a call gives its tensor.")
+        self.consumed = True
+        return self.shape
+
+    def __getstate__(self) -> dict:
+        state = dict(self.__dict__)
+        if self.recipe is not None:
+            state["tensor"] = None  # derived anew from its recipe; a non-leaf tensor cannot be copied
+        return state
+
+
+class Tracer(threading.local):
+    """What one trace has captured so far."""
+
+    captures: dict[int, Capture] | None = None  # by id of the tensor or Input
+    alive: list | None = None  # those objects, so that their ids stay theirs
+    inputs: dict[str, Any] | None = None
+
+
+tracer = Tracer()
+
+
+def is_tensor(x: Any) -> bool:
+    return hasattr(x, "__torch_function__") and hasattr(x, "data_ptr")

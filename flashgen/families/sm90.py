@@ -1,0 +1,155 @@
+"""The sm90 family: TMA, wgmma and warp specialisation for Hopper GPUs (sm_90a); forward.
+
+Problem, Facts, Target -> lattice, budgets, launches, tensor maps. Example: ``FAMILY.tensor_maps(problem, plan)[0].box_rows == plan.block_q``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace
+
+if TYPE_CHECKING:
+    from ..analysis import Facts
+    from ..plan import Plan
+    from ..problem import Problem
+    from ..target import Target
+
+MAX_HEAD_DIM = 256
+GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persistent blocks that stride; persistent blocks that draw from a counter
+# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups. Their sum is what the launch got: 504 for 384 threads, 512 otherwise.
+REGISTERS = {1: (256, 56), 2: (232, 40), 3: (160, 32)}
+OVERHEAD_REGISTERS = 32  # statistics, descriptors, indices; read off ptxas reports: with fewer, accumulators spill
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def refuse(problem: Problem, target: Target) -> list[str]:
+    """Reasons against this family for a call; empty means accepted."""
+    reasons = []
+    if target.name != "sm90a":
+        reasons.append(f"sm90 needs a Hopper GPU (sm90a), the target is {target.name}")
+    if problem.which != "forward":
+        reasons.append("sm90 has no backward yet")
+    if problem.dtype not in ("float16", "bfloat16"):
+        reasons.append(f"sm90 computes float16 and bfloat16, not {problem.dtype}")
+    if max(problem.head_dim_qk, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"sm90 takes head dims up to {MAX_HEAD_DIM}, not ({problem.head_dim_qk}, {problem.head_dim_v})")
+    if problem.layout != "dense":
+        reasons.append(f"sm90 has no {problem.layout} layout yet")
+    if problem.dropout:
+        reasons.append("sm90 has no dropout yet")
+    if not problem.aligned:
+        reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes and their strides be multiples of 16 bytes")
+    return reasons
+
+
+def _columns(dim: int) -> int:
+    """Width of a tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim."""
+    return next(columns for columns in (64, 32, 16) if dim % columns == 0)
+
+
+def smem_bytes(fields: dict[str, Any], ceiling: Any) -> Any:
+    """Shared memory, for numbers or sympy symbols: what ``sizeof(Smem)`` is in the template, whose alignment is 1024."""
+    f = fields
+    tiles = f["q_stages"] * f["block_q"] * f["dim_qk"] + f["stages"] * f["block_kv"] * (f["dim_qk"] + f["dim_v"])
+    staged = (1 - f["store_registers"]) * f["block_q"] * f["dim_v"]
+    barriers = 32 * (f["q_stages"] + f["stages"])
+    return 1024 * ceiling((2 * (tiles + staged) + barriers) / 1024)
+
+
+def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
+    """Candidate plans, best guess first on ties."""
+    dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
+    common = {
+        "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dim_qk), "columns_v": _columns(dim_v), "sms": target.sms,
+        "section_bytes": target.l2_bytes * 16 // 25,
+    }  # fmt: skip
+    names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
+    masked, long = facts.has_mask, problem.size == "long"
+    if max(dim_qk, dim_v) <= 64:
+        tiles = [(3, 128, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
+    elif max(dim_qk, dim_v) <= 128:
+        tiles = [(2, 128, DYNAMIC, 2, 2, 0, 0)] if masked else [(2, 128, STATIC, 2, 2, 1, 0)]
+        if long and not masked:
+            tiles.insert(0, (2, 144, STATIC, 2, 2, 1, 1))
+    else:
+        schedule = STATIC if not masked else GRID if long else DYNAMIC
+        tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
+    tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)] + [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
+    points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
+    return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
+
+
+def derive(fields: dict[str, int]) -> dict[str, int]:
+    """Fields that follow from others."""
+    consumer, producer = REGISTERS[fields["consumers"]]
+    found = {
+        **fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2,
+        "consumer_registers": consumer, "producer_registers": producer,
+    }  # fmt: skip
+    return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1)))}
+
+
+def constraints(problem: Problem, target: Target) -> list[Constraint]:
+    """Shared memory of a block; registers of a consumer thread (scores, weights and outputs beside the rest)."""
+    import sympy
+
+    class Symbols(dict):
+        def __missing__(self, name: str) -> Any:
+            return sympy.Symbol(name)
+
+    f = Symbols()
+    accumulators = f["score_registers"] + f["score_registers"] / 2 + f["out_registers"] + OVERHEAD_REGISTERS
+    return [
+        Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
+        Constraint("registers of a consumer beyond its share", accumulators - f["consumer_registers"], 0, "registers"),
+    ]
+
+
+def cost(problem: Problem, facts: Facts, target: Target) -> Any:
+    return 1
+
+
+def params(problem: Problem) -> Sequence[tuple[str, str]]:
+    """Tensor maps, and the counter that persistent blocks draw their work from."""
+    return (*(("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")), ("int*", "counter"))
+
+
+def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
+    """Boxes of a tile's rows by one block of columns; a warpgroup stores its own 64 rows."""
+    return (
+        TensorMap("map_q", "q", problem.head_dim_qk, plan.columns_qk, plan.block_q),
+        TensorMap("map_k", "k", problem.head_dim_qk, plan.columns_qk, plan.block_kv),
+        TensorMap("map_v", "v", problem.head_dim_v, plan.columns_v, plan.block_kv),
+        TensorMap("map_out", "out", problem.head_dim_v, plan.columns_v, 64),
+    )
+
+
+def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
+    return [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
+
+
+def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
+    """One kernel; persistent schedules start a block per SM."""
+    pieces = _ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
+    blocks = pieces if plan.schedule == GRID else min(pieces, plan.sms)
+    return [Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
+
+
+FAMILY = Family(
+    name="sm90",
+    refuse=refuse,
+    lattice=lattice,
+    constraints=constraints,
+    cost=cost,
+    templates={"forward": "kernel/sm90/forward.cu.j2"},
+    headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm90/layout.cuh", "fg/sm90/ptx.cuh", "fg/sm90/schedule.cuh"),
+    params=params,
+    workspaces=workspaces,
+    launches=launches,
+    tensor_maps=tensor_maps,
+)

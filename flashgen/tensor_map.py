@@ -1,0 +1,54 @@
+"""Tensor maps: what a TMA load needs to know of a tensor, encoded by the driver once per address.
+
+TensorMap (a family's record), strides, Sizes -> a function from address to the map's 128 bytes. Example: ``encoder(record, "bfloat16", arguments, sizes)(q.data_ptr())``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .errors import DeviceError
+from .families import Sizes, TensorMap
+
+TENSOR_MAP_BYTES = 128
+MAX_ADDRESSES = 1024  # remembered per tensor before the memo starts anew
+_KINDS = {"bfloat16": "BFLOAT16", "float16": "FLOAT16"}
+_SWIZZLES = {128: "128B", 64: "64B", 32: "32B"}  # by the bytes of a box's row
+
+
+def encoder(wanted: TensorMap, dtype: str, arguments: Mapping[str, Any], sizes: Sizes) -> Callable[[int], bytes]:
+    """The maps of one tensor of a call, (columns, rows, heads, batch) of 2-byte elements, by address. A stride of 0 makes that dimension one entry."""
+    length, heads = (sizes.q_len, sizes.heads) if wanted.tensor in ("q", "out", "dout", "dq") else (sizes.kv_len, sizes.kv_heads)
+    counts, strides = [wanted.columns], []
+    for axis, count in (("l", length), ("h", heads), ("b", sizes.batch)):
+        stride = 2 * arguments[f"{wanted.tensor}_stride_{axis}"]
+        counts.append(count if stride else 1)
+        strides.append(stride if stride and count > 1 else 16)  # of one entry, torch may give any stride, TMA wants a multiple of 16
+    if 0 in counts:
+        return lambda address: bytes(TENSOR_MAP_BYTES)  # no element, no load
+    from cuda.bindings import driver
+
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_KINDS[dtype]}")
+    swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[2 * wanted.box_columns]}")
+    layout = (
+        [driver.cuuint64_t(x) for x in counts], [driver.cuuint64_t(x) for x in strides],
+        [driver.cuuint32_t(x) for x in (wanted.box_columns, wanted.box_rows, 1, 1)], [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    known: dict[int, bytes] = {}
+
+    def encode(address: int) -> bytes:
+        found = known.get(address)
+        if found is None:
+            code, made = driver.cuTensorMapEncodeTiled(kind, 4, address, *layout)
+            if code != driver.CUresult.CUDA_SUCCESS:
+                raise DeviceError(f"no tensor map for {wanted.tensor} at {address:#x}: {code.name}; counts {counts}, strides {strides} bytes, box {wanted.box_columns} x {wanted.box_rows}.")
+            if len(known) >= MAX_ADDRESSES:
+                known.clear()
+            found = known[address] = ctypes.string_at(made.getPtr(), TENSOR_MAP_BYTES)
+        return found
+
+    return encode

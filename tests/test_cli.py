@@ -1,0 +1,129 @@
+"""Does the command line print what the library does, and are its errors one line?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.__main__ import find_variant, main
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def fail(capsys, *arguments: str) -> str:
+    assert main(arguments) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    return streams.err
+
+
+def test_emit_prints_the_kernels_source(capsys):
+    text = run(capsys, "emit", "--variant", "Variant(mask=causal, score=softcap(30))", "--target", "sm80", "--head-dim", "128", "--kv-heads", "4")
+    assert "fg::tanh" in text and "constexpr int GROUP = 4" in text and "constexpr int HEAD_DIM_QK = 128" in text
+
+
+def test_emit_chooses_pass_dtype_and_dims(capsys):
+    text = run(capsys, "emit", "--target", "cpu", "--dtype", "float64", "--head-dim", "64", "--head-dim-v", "32", "--which", "backward")
+    assert "using T = double" in text and "constexpr int HEAD_DIM_V = 32" in text and "dout" in text
+
+
+def test_a_mask_or_score_alone_is_a_variant_and_tensors_can_be_written(capsys):
+    assert "kv_range" in run(capsys, "emit", "--variant", "causal & sliding_window(1023, 0)", "--target", "cpu")
+    assert "capture_0" in run(capsys, "emit", "--variant", "relative_bias(torch.zeros(16, 33))", "--target", "cpu")
+    assert "sink" in run(capsys, "emit", "--variant", "Variant(sink=True)", "--target", "cpu")
+
+
+def test_a_variant_is_found_in_a_module(capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_variants.py").write_text(
+        "import flashgen\nwindow = flashgen.Variant(head_dim=(96, 64), mask=flashgen.sliding_window(9, 9))\n"
+        "def made():\n    return window\nkernel = flashgen.compile(window)\nnumber = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("window", "made", "kernel"):
+        assert find_variant(f"my_variants:{name}").head_dim == (96, 64)
+    text = run(capsys, "emit", "--variant", "my_variants:window", "--target", "cpu")
+    assert "HEAD_DIM_QK = 96" in text and "HEAD_DIM_V = 64" in text
+    assert "not int" in fail(capsys, "emit", "--variant", "my_variants:number")
+    assert "has no attribute 'other'" in fail(capsys, "emit", "--variant", "my_variants:other")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_a_standalone_file_compiles_with_nothing_else(capsys, tmp_path):
+    path = tmp_path / "kernel.cpp"
+    run(capsys, "emit", "--variant", "causal", "--target", "cpu", "--dtype", "float32", "--head-dim", "64", "--standalone", "-o", str(path))
+    assert '#include "fg/' not in path.read_text()
+    done = subprocess.run(["g++", "-std=c++17", "-march=native", "-fopenmp", "-fsyntax-only", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90a"])
+def test_a_standalone_file_for_a_gpu_holds_every_header(capsys, target):
+    text = run(capsys, "emit", "--variant", "causal", "--target", target, "--standalone", "--which", "backward")
+    assert '#include "fg/' not in text and "// ---- fg/base.h" in text and "mma" in text
+
+
+def test_explain_says_what_was_proved_and_what_binds(capsys):
+    text = run(capsys, "explain", "--variant", "causal", "--target", "sm90a", "--length", "2048")
+    assert "k <= q + kv_len - q_len" in text and "Roofline" in text and "2048" in text
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("fnord(3)", "'fnord' is not defined"),
+        ("softcap(-1)", "a positive number is wanted"),
+        ("causal and document", "a mask has no truth value"),
+        ("no_such_module_here:x", "No module named"),
+        ("3", "not int"),
+    ],
+)
+def test_a_wrong_variant_is_one_line(capsys, variant, message):
+    error = fail(capsys, "emit", "--variant", variant, "--target", "cpu")
+    assert error.startswith("flashgen: ") and message in error and error.count("\n") == 1
+
+
+def test_what_a_target_cannot_do_is_said(capsys):
+    assert "head_dim" in fail(capsys, "emit", "--head-dim", "1024", "--target", "cpu")
+
+
+def test_info_lists_versions_targets_compilers_and_the_cache_and_cleans_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
+    text = run(capsys, "info")
+    assert flashgen.__version__ in text and "torch" in text and "sm90a" in text and "C++: " in text and str(tmp_path / "cache") in text and "0 kernels" in text
+    store = flashgen.cache.current()
+    store.put_index("a" * 64, {"binary": "b"})
+    assert "1 index entries" in run(capsys, "info")
+    assert "Removed" in run(capsys, "info", "--clean")
+    assert "0 index entries" in run(capsys, "info")
+
+
+def test_bench_names_its_presets_and_needs_the_device_it_measures(capsys):
+    assert "cpu" in fail(capsys, "bench", "--preset", "no such")
+    if not torch.cuda.is_available():
+        assert "there is none" in fail(capsys, "bench", "--preset", "gpu")
+
+
+def test_generated_needs_a_folder_and_a_choice(capsys, tmp_path):
+    assert "is no folder" in fail(capsys, "generated", "--check", "--directory", str(tmp_path / "absent"))
+    assert "Update with" in fail(capsys, "generated", "--check", "--directory", str(tmp_path))
+    with pytest.raises(SystemExit) as stop:
+        main(["generated"])
+    assert stop.value.code == 2
+
+
+def test_the_package_runs_as_a_module():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "flashgen", "emit", "--variant", "causal", "--target", "cpu"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "fg_forward" in done.stdout, done.stderr

@@ -1,0 +1,45 @@
+"""Do the examples run as a user runs them, and do their own checks pass?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_example(name: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}  # the CPU, as on any machine
+    done = subprocess.run([sys.executable, ROOT / "examples" / name, *arguments], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_quickstart_agrees_with_eager_attention_and_explains_its_plan():
+    out = run_example("quickstart.py")
+    assert "All agree." in out and "OFF" not in out
+    assert out.count(" ok") == 5, "out, dq, dk, dv and the learned bias"
+    for section in ("Proved", "Plan", "Predicted", "first call"):
+        assert section in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["causal", "window-alibi"])
+def test_training_with_flashgen_follows_sdpa(variant, tmp_path):
+    out = run_example("train_gpt.py", "--variant", variant, "--steps", "4", "--batch", "2", "--length", "160", "--device", "cpu", "--out", str(tmp_path))
+    assert "flashgen" in out and "sdpa" in out and "tokens/s" in out
+    report = json.loads((tmp_path / "losses.json").read_text())
+    ours, theirs = (report["runs"][name]["losses"] for name in ("flashgen", "sdpa"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours[-1] < ours[0] - 0.3, "it learns"
+
+
+def test_one_attention_alone_can_be_trained(tmp_path):
+    run_example("train_gpt.py", "--attention", "flashgen", "--steps", "1", "--batch", "1", "--length", "16", "--device", "cpu", "--out", str(tmp_path))
+    assert list(json.loads((tmp_path / "losses.json").read_text())["runs"]) == ["flashgen"]
