@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..target import Target
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
+TENSOR_HEAD_DIM = 256  # beyond it, and for float32, the kernels of plain multiply-adds
 OVERHEAD_REGISTERS = 56  # addresses, row statistics, operand fragments; read off ptxas reports of the lattice
 
 
@@ -29,11 +30,16 @@ def refuse(problem: Problem, target: Target) -> list[str]:
     reasons = []
     if target.kind != "cuda":
         reasons.append(f"sm80 needs an NVIDIA GPU, the target is {target.name}")
-    if problem.dtype not in ("float16", "bfloat16"):
-        reasons.append(f"sm80 computes float16 and bfloat16, not {problem.dtype}")
+    if problem.dtype not in ("float16", "bfloat16", "float32"):
+        reasons.append(f"sm80 computes float16, bfloat16 and float32, not {problem.dtype}")
     if max(problem.head_dim_qk, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"sm80 takes head dims up to {MAX_HEAD_DIM}, not ({problem.head_dim_qk}, {problem.head_dim_v})")
     return reasons
+
+
+def _simt(problem: Problem) -> bool:
+    """Plain multiply-adds: exact products of float32, and the head dims for which no tile of 16-bit operands fits."""
+    return problem.dtype_bytes == 4 or max(problem.head_dim_qk, problem.head_dim_v) > TENSOR_HEAD_DIM
 
 
 def _dims(problem: Problem) -> tuple[int, int]:
@@ -63,8 +69,10 @@ def dq_smem_bytes(fields: dict[str, Any]) -> Any:
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
+    if _simt(problem):
+        return [_simt_plan(problem, target)]
     dim_qk, dim_v = _dims(problem)
-    common = {"dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "aligned": int(problem.aligned), "section_bytes": target.l2_bytes // 2}
+    common = {"dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "simt": 0, "aligned": int(problem.aligned), "section_bytes": target.l2_bytes // 2}
     points = []
     if problem.which == "forward":
         names = ("block_q", "block_kv", "warps", "stages", "ctas", "q_in_registers")
@@ -77,6 +85,17 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
                 point = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, **grids}
                 points.append(point | ({"dq_block_q": 64, "dq_block_kv": 64} if _dq_by_rows(problem) else {}))
     return [derive(problem.which, {**common, **p}) for p in points]
+
+
+def _simt_plan(problem: Problem, target: Target) -> dict[str, int]:
+    """Tiles of 64 x 64, 256 threads. The backward's dK and dV, 16 registers for 64 columns, are shared out among `splits` blocks where they do not fit one."""
+    tile, operands = 4 * 64 * 68, 2 * 4 * 64 * 36
+    point = {"simt": 1, "block_q": 64, "block_kv": 64, "warps": 8, "section_bytes": target.l2_bytes // 2}
+    if problem.which == "forward":
+        return point | {"smem_bytes": operands + tile}
+    chunks = _ceil_div(problem.head_dim_qk, 64) + _ceil_div(problem.head_dim_v, 64)
+    splits = _ceil_div(chunks, 8)
+    return point | {"splits": splits, "columns": _ceil_div(chunks, splits), "smem_bytes": operands + 2 * tile}
 
 
 def _backward_warps(block_q: int, block_kv: int, warps: int, dim_qk: int, dim_v: int) -> dict[str, int]:
@@ -92,6 +111,8 @@ def _backward_warps(block_q: int, block_kv: int, warps: int, dim_qk: int, dim_v:
 
 def derive(which: str, fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
+    if fields["simt"]:
+        return fields
     found = {**fields, "smem_bytes": int(smem_bytes(which, fields))}
     if "dq_block_q" in fields:
         found["dq_smem_bytes"] = int(dq_smem_bytes(fields))
@@ -106,6 +127,8 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
             return sympy.Symbol(name)
 
     f = Symbols()
+    if _simt(problem):
+        return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes")]
     return [Constraint("shared memory", smem_bytes(problem.which, f), target.smem_block_bytes, "bytes")]
 
 
@@ -115,7 +138,7 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 
 def _dq_by_rows(problem: Problem) -> bool:
     """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way where neither dK nor dV is wanted."""
-    return problem.dq and (problem.deterministic or not (problem.dk or problem.dv))
+    return problem.dq and (_simt(problem) or problem.deterministic or not (problem.dk or problem.dv))
 
 
 def params(problem: Problem) -> Sequence[tuple[str, str]]:
@@ -146,12 +169,13 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
         return [Launch("forward", q_blocks(plan.block_q), plan.warps * 32, plan.smem_bytes)]
     by_rows = _dq_by_rows(problem)
     by_atomics = problem.dq and not by_rows
-    kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads
+    kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads * (plan.splits if plan.simt else 1)
     found = [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
     if problem.dk or problem.dv or by_atomics or problem.capture_grads:
         found.append(Launch("backward_main", (kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes))
     if by_rows:
-        found.append(Launch("backward_dq", q_blocks(plan.dq_block_q), plan.dq_block_q * 2, plan.dq_smem_bytes))
+        block_q, smem = (plan.block_q, plan.smem_bytes) if plan.simt else (plan.dq_block_q, plan.dq_smem_bytes)
+        found.append(Launch("backward_dq", q_blocks(block_q), plan.warps * 32 if plan.simt else block_q * 2, smem))
     if by_atomics:
         found.append(Launch("backward_finish", q_blocks(plan.block_q), 128, 0))
     return found
