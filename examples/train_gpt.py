@@ -215,7 +215,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     preset = PRESETS[options.preset]
     text = library_text(4_000_000 if options.preset == "small" else 40_000_000)
-    print(f"{len(text) / 1e6:.1f} MB of Python source; {options.steps} steps of {options.batch} x {options.length} bytes on {options.device}, {options.variant}")
+    size = f"{options.steps} steps of {options.batch} x {options.length} bytes"
+    print(f"{len(text) / 1e6:.1f} MB of Python source; {size} on {options.device}, {options.variant}")
     runs = {name: train(name, options, preset, text) for name in (("flashgen", "sdpa") if options.attention == "both" else (options.attention,))}
     for name, run in runs.items():
         print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s")

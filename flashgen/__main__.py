@@ -53,7 +53,8 @@ def find_variant(text: str) -> Variant:
         except FlashgenError:
             raise
         except Exception as error:
-            raise VariantError(f"--variant {text!r}: {type(error).__name__}: {error}. Write module:attribute, or an expression such as causal & sliding_window(1023, 0).") from error
+            remedy = "Write module:attribute, or an expression such as causal & sliding_window(1023, 0)."
+            raise VariantError(f"--variant {text!r}: {type(error).__name__}: {error}. {remedy}") from error
     if isinstance(found, flashgen.Kernel):
         found = found.variant
     elif callable(found) and not isinstance(found, Mask | Score):
@@ -127,7 +128,8 @@ def info(options: argparse.Namespace) -> None:
     for chip in targets.CHIPS.values():
         print(f"  {chip.name:6} {chip.chip}: {chip.smem_block_bytes} bytes of shared memory per block, {chip.sms} SMs, {chip.status}")
     held = store.info()
-    print(f"Cache\n  {held['directory']}: {held['kernels']} kernels, {held['index']} index entries, {held['bytes'] / 1e6:.1f} MB (settings: {settings.cache() or 'default folder'})")
+    print(f"Cache (FLASHGEN_CACHE: {settings.cache() or 'not set'})")
+    print(f"  {held['directory']}: {held['kernels']} kernels, {held['index']} index entries, {held['bytes'] / 1e6:.1f} MB")
 
 
 def _devices() -> list[str]:

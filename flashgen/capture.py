@@ -69,4 +69,4 @@ tracer = Tracer()
 
 
 def is_tensor(x: Any) -> bool:
-    return hasattr(x, "__torch_function__") and hasattr(x, "data_ptr")
+    return hasattr(type(x), "__torch_function__") and hasattr(type(x), "data_ptr")

@@ -298,7 +298,7 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         return const(value) if static else Expr("number", const(value).kind, (), value)
     if isinstance(x, numbers.Real):
         real = float(x)
-        return const(real) if static or not math.isfinite(real) else Expr("number", SINGLE, (), real)
+        return const(real) if static or not -math.inf < real < math.inf else Expr("number", SINGLE, (), real)
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
 
@@ -322,7 +322,11 @@ def is_in_place(name: str) -> bool:
 
 def call_torch(func: Any, args: tuple, kwargs: dict) -> Any:
     """A torch function or tensor method called with at least one traced value."""
-    name = getattr(func, "__name__", str(func))
+    return call_named(getattr(func, "__name__", str(func)), args, kwargs)
+
+
+def call_named(name: str, args: tuple, kwargs: dict) -> Any:
+    """``call_torch`` for the function of this name."""
     if name == "__getitem__":
         return as_captured(args[0])[args[1]]
     if is_in_place(name) or kwargs.pop("out", None) is not None:

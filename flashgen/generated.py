@@ -32,8 +32,8 @@ UPDATE = "python -m flashgen generated --update"
 
 # Two x86-64 chips to emit for: a server with AVX-512 and AMX, and a desktop with AVX2.
 SERVER = Target(
-    name="cpu", kind="cpu", arch="", chip="x86-64 server with AMX", sms=8, smem_block_bytes=0, smem_sm_bytes=0, registers_sm=0, l1_bytes=48 * KIB, l2_bytes=2 * MIB,
-    hbm_gbs=96.0, tensor_tflops=20.0, clock_mhz=2500, tested=True, vector_bytes=64, cores=8,
+    name="cpu", kind="cpu", arch="", chip="x86-64 server with AMX", sms=8, smem_block_bytes=0, smem_sm_bytes=0, registers_sm=0,
+    l1_bytes=48 * KIB, l2_bytes=2 * MIB, hbm_gbs=96.0, tensor_tflops=20.0, clock_mhz=2500, tested=True, vector_bytes=64, cores=8,
     features=("amx_bf16", "amx_int8", "amx_tile", "avx", "avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl", "f16c", "fma"),
 )  # fmt: skip
 DESKTOP = replace(
@@ -103,8 +103,12 @@ def _causal_softcap() -> Variant:
     return Variant(mask=catalogue.causal, score=catalogue.softcap(30.0))
 
 
-def _documents() -> Variant:
-    return Variant(mask=catalogue.causal & catalogue.document(torch.zeros(1, 4096, dtype=torch.int32)))
+def _causal_sink() -> Variant:
+    return Variant(mask=catalogue.causal, sink=True)
+
+
+def _documents_sink() -> Variant:
+    return Variant(mask=catalogue.causal & catalogue.document(torch.zeros(2, 4096, dtype=torch.int32)), sink=True)
 
 
 def _learned_table() -> Variant:
@@ -122,7 +126,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("cpu_causal_softcap_backward_float32", _causal_softcap, _problem("float32", 64, "backward"), SERVER),
         Golden("cpu_plain_forward_bfloat16_amx", Variant, _problem("bfloat16", 64), SERVER),
         Golden("cpu_window_alibi_forward_float32_avx2", _window_alibi, _problem("float32", 64, group=4, max_scores=True), DESKTOP),
-        Golden("cpu_documents_sink_forward_float16_avx2", lambda: Variant(mask=_documents().mask, sink=True), _problem("float16", 128, sink=True), DESKTOP),
+        Golden("cpu_documents_sink_forward_float16_avx2", _documents_sink, _problem("float16", 128, sink=True), DESKTOP),
         Golden("cpu_learned_table_backward_float64", _learned_table, _problem("float64", 32, "backward", dlse=True), SERVER),
         Golden("sm80_causal_forward_bfloat16", _causal, _problem("bfloat16", 128), A100),
         Golden("sm80_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward"), A100),
@@ -130,7 +134,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm80_window_softcap_forward_bfloat16", _window_softcap, _problem("bfloat16", 128, group=2), A100),
         Golden("sm80_own_functions_forward_float16", _own_functions, _problem("float16", 64), A100),
         Golden("sm80_own_functions_backward_float16", _own_functions, _problem("float16", 64, "backward"), A100),
-        Golden("sm80_varlen_sink_forward_bfloat16", lambda: Variant(mask=catalogue.causal, sink=True), _problem("bfloat16", 128, layout="varlen", sink=True), A100),
+        Golden("sm80_varlen_sink_forward_bfloat16", _causal_sink, _problem("bfloat16", 128, layout="varlen", sink=True), A100),
     )
 }
 

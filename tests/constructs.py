@@ -23,7 +23,8 @@ def ints(high, *shape, dtype=torch.int32, low=0):
     return torch.randint(low, high, shape, generator=G).to(dtype)
 
 
-TABLE = {"t": floats(4, 40), "u": floats(2, 4, 19), "row": floats(23, 3), "w": floats(3), "zero_d": floats(), "f16": floats(4).half(), "bf": floats(4).bfloat16()}
+TABLE = {"t": floats(4, 40), "u": floats(2, 4, 19), "row": floats(23, 3), "w": floats(3), "zero_d": floats(), "f16": floats(4).half(),
+"bf": floats(4).bfloat16()}
 IDS, DOC, LONGS = ints(19, 23), ints(4, 2, 23), ints(1000, 23, dtype=torch.int64, low=-1000)
 FLAGS, BYTES, OFFSETS = ints(2, 23, dtype=torch.bool), ints(200, 23, dtype=torch.uint8), ints(9, dtype=torch.int64)
 
@@ -76,24 +77,32 @@ INDICES = {
     "infinities": lambda s, b, h, q, k: torch.where(k > q, -math.inf, s) + torch.where(q == k, math.inf, 0.0),
     "numpy numbers": lambda s, b, h, q, k: np.float64(0.5) * s + np.int64(3) + s * np.float32(0.25) + np.float64(2.0) - q,
     "large integers": lambda s, b, h, q, k: torch.where((q.long() + 2**40) * 3 > (k.long() + 2**40) * 3, s, -s),
+    "float32 inside": lambda s, b, h, q, k: torch.where(s > 0, s.float(), q / 3) + torch.maximum(s.float(), s * s) * s.float(),
+    "float32 functions": lambda s, b, h, q, k: torch.tanh(s.float()) * s.float() + s.float().abs().pow(1.5),
     "detach clone": lambda s, b, h, q, k: s.detach() + s.clone() + s.contiguous(),
 }  # fmt: skip
 FLOATING = {
     name: lambda s, b, h, q, k, f=f: f(s)
     for name, f in {
-        "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "tanh": torch.tanh, "sin": torch.sin, "cos": lambda s: s.cos(), "tan": lambda s: (s * 0.3).tan(),
-        "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "erf": torch.erf, "erfc": torch.erfc, "sigmoid": torch.sigmoid, "expit": torch.special.expit,
+        "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "tanh": torch.tanh, "sin": torch.sin, "cos": lambda s: s.cos(),
+        "tan": lambda s: (s * 0.3).tan(),
+        "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "erf": torch.erf, "erfc": torch.erfc, "sigmoid": torch.sigmoid,
+        "expit": torch.special.expit,
         "logs": lambda s: torch.log(s.abs() + 1) + torch.log2(s.abs() + 1) + torch.log1p(s.abs()) + torch.log10(s.abs() + 1),
         "roots": lambda s: torch.sqrt(s.abs()) + torch.rsqrt(s.abs() + 0.1), "asin acos": lambda s: torch.asin(torch.tanh(s)) + torch.acos(torch.tanh(s)),
-        "atan2": lambda s: torch.atan2(s, s * s - 1), "square": torch.square, "reciprocal": lambda s: torch.reciprocal(s + 7), "sign": lambda s: torch.sign(s) + s.sgn(),
+        "atan2": lambda s: torch.atan2(s, s * s - 1), "square": torch.square, "reciprocal": lambda s: torch.reciprocal(s + 7),
+        "sign": lambda s: torch.sign(s) + s.sgn(),
         "clamp": lambda s: s.clamp(-1, 0.5) + torch.clamp(s, min=0) + s.clip(max=1.0) + s.clamp_min(0.25) + s.clamp_max(0.75),
         "minimum": lambda s: torch.minimum(s, s * s) + torch.maximum(s, -s) + torch.fmin(s, s * s) + torch.fmax(s, -s),
         "relu": lambda s: torch.relu(s) + F.relu(s - 1) + F.relu6(s * 5) + F.leaky_relu(s) + F.elu(s) + F.hardtanh(s),
-        "gelu": lambda s: F.gelu(s) + F.gelu(s, approximate="tanh"), "silu": F.silu, "softplus": lambda s: F.softplus(s) + F.logsigmoid(s) + F.softplus(s, beta=2),
+        "gelu": lambda s: F.gelu(s) + F.gelu(s, approximate="tanh"), "silu": F.silu,
+        "softplus": lambda s: F.softplus(s) + F.logsigmoid(s) + F.softplus(s, beta=2),
         "mish": lambda s: F.mish(s) + F.softsign(s) + F.tanhshrink(s), "pow": lambda s: torch.pow(s.abs(), 1.5) + torch.pow(s, 2) + torch.pow(2.0, s),
         "isnan": lambda s: torch.where(torch.isnan(s / s), 1.0, s) + torch.where(torch.isinf(1 / s), 2.0, 0.0) + torch.where(torch.isfinite(1 / s), 1.0, 0.0),
-        "nan_to_num": lambda s: torch.nan_to_num(s / s, nan=3.0), "lerp": lambda s: torch.lerp(s, s * s, 0.25), "logaddexp": lambda s: torch.logaddexp(s, s * 2),
-        "hypot": lambda s: torch.hypot(s, s + 1), "frac": torch.frac, "addcmul": lambda s: torch.addcmul(s, s, s, value=0.5), "add alpha": lambda s: torch.add(s, s, alpha=3),
+        "nan_to_num": lambda s: torch.nan_to_num(s / s, nan=3.0), "lerp": lambda s: torch.lerp(s, s * s, 0.25),
+        "logaddexp": lambda s: torch.logaddexp(s, s * 2),
+        "hypot": lambda s: torch.hypot(s, s + 1), "frac": torch.frac, "addcmul": lambda s: torch.addcmul(s, s, s, value=0.5),
+        "add alpha": lambda s: torch.add(s, s, alpha=3),
         "rsub": lambda s: torch.rsub(s, 3), "logit": lambda s: torch.logit(torch.sigmoid(s)),
     }.items()
 }  # fmt: skip

@@ -108,8 +108,10 @@ def test_generated_masks_are_not_trivial():
 # ---- bounds: closed forms are as tight as brute force where loops depend on it
 
 TIGHT = {
-    "causal": (fg.causal, True), "causal_top_left": (fg.causal_top_left, True), "window": (fg.causal & fg.sliding_window(5, 0), True), "right": (fg.sliding_window(-1, 2), True),
-    "chunked": (fg.chunked(4), True), "padding": (fg.padding(COUNTS), True), "symmetric": (lambda b, h, q, k: (q - k).abs() < 4, True), "prefix": (fg.prefix_lm(6), True),
+    "causal": (fg.causal, True), "causal_top_left": (fg.causal_top_left, True), "window": (fg.causal & fg.sliding_window(5, 0), True),
+    "right": (fg.sliding_window(-1, 2), True),
+    "chunked": (fg.chunked(4), True), "padding": (fg.padding(COUNTS), True), "symmetric": (lambda b, h, q, k: (q - k).abs() < 4, True),
+    "prefix": (fg.prefix_lm(6), True),
     "starts": (lambda b, h, q, k: (k >= STARTS[SORTED[q]]) & (k <= q), True), "distance": (lambda b, h, q, k: (k <= q) & (q - k <= 4), True),
     "negated": (lambda b, h, q, k: ~((k > q) | (k < q - 3)), True), "dilated": (fg.dilated(3), False), "document": (fg.document(SORTED), False),
 }  # fmt: skip

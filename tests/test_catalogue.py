@@ -70,7 +70,10 @@ def masks(q_len, kv_len):
         "function first": ((lambda b, h, q, k: k == 0) | fg.causal, lambda b, h, q, k: k == 0 or k <= q + off),
     }
     for left, right in itertools.product((-1, 0, 3), (-1, 0, 2)):
-        inside = lambda b, h, q, k, l=left, r=right: (l < 0 or k >= q + off - l) and (r < 0 or k <= q + off + r)  # noqa: E741
+
+        def inside(b, h, q, k, left=left, right=right):
+            return (left < 0 or k >= q + off - left) and (right < 0 or k <= q + off + right)
+
         found[f"sliding_window({left}, {right})"] = (fg.sliding_window(left, right), inside)
     return found
 
@@ -131,8 +134,11 @@ def score_grid(score, q_len, kv_len, *, heads=H, real=torch.float64):
     return s, probes.value(traced, traced.form.score, probes.axes({"b": B, "h": heads, "q": q_len, "k": kv_len}, s=s), real).expand(s.shape)
 
 
+SCORE_NAMES = ("softcap", "alibi", "alibi slopes", "alibi per item", "relative", "relative per head", "bias", "bias of heads", "bias of keys", "chain")
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name", ["softcap", "alibi", "alibi slopes", "alibi per item", "relative", "relative per head", "bias", "bias of heads", "bias of keys", "chain"])
+@pytest.mark.parametrize("name", SCORE_NAMES)
 def test_a_score_is_its_formula(name, lengths):
     q_len, kv_len = lengths
     distance = torch.arange(q_len).view(-1, 1) + kv_len - q_len - torch.arange(kv_len)
@@ -167,7 +173,10 @@ def test_alibi_slopes_are_the_papers_for_any_number_of_heads(heads):
     torch.testing.assert_close(got, torch.tensor(slopes_of_the_paper(heads), dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("buckets, bidirectional, max_distance", [(32, True, 128), (32, False, 128), (16, True, 64), (64, False, 256), (8, True, 20), (20, True, 100)], ids=str)
+T5 = [(32, True, 128), (32, False, 128), (16, True, 64), (64, False, 256), (8, True, 20), (20, True, 100)]
+
+
+@pytest.mark.parametrize("buckets, bidirectional, max_distance", T5, ids=str)
 def test_t5_buckets_are_the_published_ones(buckets, bidirectional, max_distance):
     table = torch.arange(buckets * H, dtype=torch.float64).view(buckets, H)
     q_len, kv_len = 300, 310

@@ -64,15 +64,21 @@ POINTS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0], dtype=torch.f
 HALF = torch.tensor(0.5, dtype=torch.float64)
 KINKED = {
     "abs": lambda s: s.abs(), "relu": torch.relu, "relu6": F.relu6, "hardtanh": F.hardtanh, "leaky relu": F.leaky_relu, "elu": F.elu, "softplus": F.softplus,
-    "clamp at a bound": lambda s: s.clamp(-1.0, 0.5), "clamp min": lambda s: s.clamp(min=1.0), "clamp max": lambda s: s.clamp(max=-0.5), "clamp crossed": lambda s: s.clamp(1.0, -1.0),
-    "maximum tie": lambda s: torch.maximum(s, s * s), "minimum tie": lambda s: torch.minimum(s * 2, s * s * 2), "fmax tie": lambda s: torch.fmax(s, s * s), "fmin tie": lambda s: torch.fmin(s, s * s),
-    "maximum with itself": lambda s: torch.maximum(s, s), "sign": lambda s: s * torch.sign(s), "floor": lambda s: s.floor() * s, "round": lambda s: torch.round(s) + s,
+    "clamp at a bound": lambda s: s.clamp(-1.0, 0.5), "clamp min": lambda s: s.clamp(min=1.0), "clamp max": lambda s: s.clamp(max=-0.5),
+    "clamp crossed": lambda s: s.clamp(1.0, -1.0),
+    "maximum tie": lambda s: torch.maximum(s, s * s), "minimum tie": lambda s: torch.minimum(s * 2, s * s * 2), "fmax tie": lambda s: torch.fmax(s, s * s),
+    "fmin tie": lambda s: torch.fmin(s, s * s),
+    "maximum with itself": lambda s: torch.maximum(s, s), "sign": lambda s: s * torch.sign(s), "floor": lambda s: s.floor() * s,
+    "round": lambda s: torch.round(s) + s,
     "remainder": lambda s: s % 0.75, "fmod": lambda s: torch.fmod(s * s, s + 7.1), "remainder in divisor": lambda s: torch.remainder(s + 9, s.abs() + 1.3),
-    "detach": lambda s: s.detach() * s, "int cast": lambda s: s.int() * s, "square and cube": lambda s: s**2 + s**3 + s**5, "power": lambda s: (s + 4) ** 1.5 + (s + 4) ** -0.5,
+    "detach": lambda s: s.detach() * s, "int cast": lambda s: s.int() * s, "square and cube": lambda s: s**2 + s**3 + s**5,
+    "power": lambda s: (s + 4) ** 1.5 + (s + 4) ** -0.5,
     "power of the exponent": lambda s: torch.pow(2.5, s), "zero to the s": lambda s: torch.pow(torch.zeros_like(s), s.abs()),
     "where": lambda s: torch.where(s > 0, s * s, -s), "where on the branch": lambda s: torch.where(s >= 0, s, 0.1 * s),
-    "gelu": F.gelu, "gelu tanh": lambda s: F.gelu(s, approximate="tanh"), "silu": F.silu, "mish": F.mish, "logsigmoid": F.logsigmoid, "logaddexp": lambda s: torch.logaddexp(s, s * s),
-    "division": lambda s: (s + 1) / (s + 7) / HALF + 1 / (s + 9), "atan2": lambda s: torch.atan2(s + 0.1, s * s - 2), "nested": lambda s: torch.sin(torch.exp(torch.tanh(s)) * s),
+    "gelu": F.gelu, "gelu tanh": lambda s: F.gelu(s, approximate="tanh"), "silu": F.silu, "mish": F.mish, "logsigmoid": F.logsigmoid,
+    "logaddexp": lambda s: torch.logaddexp(s, s * s),
+    "division": lambda s: (s + 1) / (s + 7) / HALF + 1 / (s + 9), "atan2": lambda s: torch.atan2(s + 0.1, s * s - 2),
+    "nested": lambda s: torch.sin(torch.exp(torch.tanh(s)) * s),
     "constant": lambda s: torch.zeros_like(s) + 3.0, "affine": lambda s: (s - 0.5) * 3 + 1, "shared": lambda s: torch.tanh(s) * torch.tanh(s) + torch.tanh(s),
 }  # fmt: skip
 HAZARDS = {

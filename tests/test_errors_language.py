@@ -189,8 +189,10 @@ OTHERS = {
     "neighborhood axes": (lambda: fg.neighborhood((4, 4), (3, 3, 3)), "shape has 2 axes, window 3"),
     "neighborhood window": (lambda: fg.neighborhood((4, 4), 5), "window 5 . dilation 1 does not fit an axis of 4"),
     "blocks": (lambda: fg.block_sparse(INTS, 16), "dtype int32"), "block size": (lambda: fg.block_sparse(T1 > 0, 0), "at least 1"),
-    "dense": (lambda: fg.from_dense(T2), "must be bool .* score=flashgen.bias"), "dense rank": (lambda: fg.from_dense(torch.ones(1, 1, 1, 1, 1).bool()), "dimension"),
-    "softcap": (lambda: fg.softcap(0), "a positive number"), "softcap nan": (lambda: fg.softcap(math.nan), "finite"), "softcap text": (lambda: fg.softcap("3"), "a finite number"),
+    "dense": (lambda: fg.from_dense(T2), "must be bool .* score=flashgen.bias"),
+    "dense rank": (lambda: fg.from_dense(torch.ones(1, 1, 1, 1, 1).bool()), "dimension"),
+    "softcap": (lambda: fg.softcap(0), "a positive number"), "softcap nan": (lambda: fg.softcap(math.nan), "finite"),
+    "softcap text": (lambda: fg.softcap("3"), "a finite number"),
     "alibi": (lambda: fg.alibi(INTS), "dtype int32"), "alibi rank": (lambda: fg.alibi(T3), "1 or 2 dimension"),
     "bias": (lambda: fg.bias(T2 > 0), "must be floating. Pass a boolean mask as mask=flashgen.from_dense"),
     "relative": (lambda: fg.relative_bias(T1), "2R . 1, an odd number; got 8"), "t5": (lambda: fg.t5_bias(T1), "2 dimension"),
@@ -223,7 +225,7 @@ def test_errors_of_the_users_own_code_pass_through():
 
 def test_min_and_max_are_pythons_own_again_after_a_failed_trace():
     before = min, max
-    message_of(lambda: fg.Variant(score=lambda s, b, h, q, k: s if s else s))
+    message_of(lambda: fg.Variant(score=lambda s, b, h, q, k: s if s else -s))
     assert (min, max) == before and min(3, 1) == 1
 
 

@@ -38,9 +38,12 @@ def test_nothing_else_is_kept():
 
 
 def test_the_text_does_not_depend_on_the_hash_seed():
-    program = "from flashgen.generated import GOLDENS; import hashlib; print(hashlib.sha256(''.join(g.source().text for g in GOLDENS.values()).encode()).hexdigest())"
-    digests = {subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout for seed in "12"}
-    assert len(digests) == 1
+    program = "from flashgen.generated import GOLDENS\nfor golden in GOLDENS.values(): print(golden.source().text)"
+
+    def texts(seed: str) -> str:
+        return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
+
+    assert texts("1") == texts("2")
 
 
 def test_planned_shared_memory_is_as_recorded_and_fits():
@@ -66,7 +69,8 @@ def test_gpu_kernels_compile_without_spills_and_near_their_recorded_registers(go
         was = recorded[row["entry"], row["arch"]]
         assert row["static_smem_bytes"] == was["static_smem_bytes"]
         # another NVRTC allocates differently; only a jump is a finding
-        assert abs(int(row["registers"]) - int(was["registers"])) <= 32, f"{golden.name}, {row['entry']}: {row['registers']} registers, recorded {was['registers']}. {UPDATE}"
+        now, then = int(row["registers"]), int(was["registers"])
+        assert abs(now - then) <= 32, f"{golden.name}, {row['entry']}: {now} registers, recorded {then}. Update with: {UPDATE}"
 
 
 @pytest.mark.slow

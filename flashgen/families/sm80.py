@@ -58,7 +58,7 @@ def smem_bytes(which: str, fields: dict[str, Any]) -> Any:
     dims = f["dim_qk"] + f["dim_v"]
     if which == "forward":
         return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims)
-    return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"]
+    return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"]
 
 
 def dq_smem_bytes(fields: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         for block_q, block_kv, warps, stages, ctas in ((64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 1)):
             grids = _backward_warps(block_q, block_kv, warps, dim_qk, dim_v)
             if grids:
-                point = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, **grids}
+                point = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, "score_passes": 1, **grids}
                 points.append(point | ({"dq_block_q": 64, "dq_block_kv": 64} if _dq_by_rows(problem) else {}))
     return [derive(problem.which, {**common, **p}) for p in points]
 
@@ -113,7 +113,10 @@ def derive(which: str, fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
     if fields["simt"]:
         return fields
-    found = {**fields, "smem_bytes": int(smem_bytes(which, fields))}
+    found = dict(fields)
+    if which == "backward":
+        found["buffers"] = 2 if fields["stages"] == 3 else 1
+    found["smem_bytes"] = int(smem_bytes(which, found))
     if "dq_block_q" in fields:
         found["dq_smem_bytes"] = int(dq_smem_bytes(fields))
     return found

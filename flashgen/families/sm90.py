@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persistent blocks that stride; persistent blocks that draw from a counter
-# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups. Their sum is what the launch got: 504 for 384 threads, 512 otherwise.
-REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56)}
-OVERHEAD_REGISTERS = 32  # statistics, descriptors, indices; read off ptxas reports: with fewer, accumulators spill
+# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first. The sum over warpgroups is what the launch got:
+# 504 for 384 threads, else 512.
+REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
+OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
+SPARE_REGISTERS = 16  # more that a consumer gets before the producer does
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -61,6 +63,11 @@ def smem_bytes(fields: dict[str, Any], ceiling: Any) -> Any:
     return 1024 * ceiling((2 * (tiles + staged) + barriers) / 1024)
 
 
+def _consumer_registers(fields: dict[str, Any]) -> Any:
+    """What a consumer thread needs: scores, weights and outputs beside the rest."""
+    return fields["score_registers"] * 3 / 2 + fields["out_registers"] + OVERHEAD_REGISTERS
+
+
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
     dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
@@ -86,11 +93,10 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
 
 def derive(fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
-    consumer, producer = REGISTERS[fields["consumers"]]
-    found = {
-        **fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2,
-        "consumer_registers": consumer, "producer_registers": producer,
-    }  # fmt: skip
+    found = {**fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2}
+    if "consumer_registers" not in fields:
+        choices, needed = REGISTERS[fields["consumers"]], _consumer_registers(found) + SPARE_REGISTERS
+        found["consumer_registers"], found["producer_registers"] = next((c for c in choices if c[0] >= needed), choices[-1])
     return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1)))}
 
 
@@ -103,10 +109,9 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
             return sympy.Symbol(name)
 
     f = Symbols()
-    accumulators = f["score_registers"] + f["score_registers"] / 2 + f["out_registers"] + OVERHEAD_REGISTERS
     return [
         Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
-        Constraint("registers of a consumer beyond its share", accumulators - f["consumer_registers"], 0, "registers"),
+        Constraint("registers of a consumer beyond its share", _consumer_registers(f) - f["consumer_registers"], 0, "registers"),
     ]
 
 

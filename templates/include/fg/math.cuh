@@ -64,6 +64,9 @@ FG_FN float pow(float x, float y) {
   return x < 0.0f && odd ? -magnitude : magnitude;
 }
 
+// The quotient of a score function. A mask's and an index's are written with `/`, which is IEEE.
+FG_FN float divide(float x, float y) { return FAST_MATH ? x * approximate_inverse(y) : x / y; }
+
 FG_FN float floor(float x) { return ::floorf(x); }
 FG_FN float ceil(float x) { return ::ceilf(x); }
 FG_FN float trunc(float x) { return ::truncf(x); }
@@ -92,6 +95,7 @@ FG_FN double tanh(double x) { return ::tanh(x); }
 FG_FN double erf(double x) { return ::erf(x); }
 FG_FN double sigmoid(double x) { return 1.0 / (1.0 + ::exp(-x)); }
 FG_FN double pow(double x, double y) { return ::pow(x, y); }
+FG_FN double divide(double x, double y) { return x / y; }
 FG_FN double floor(double x) { return ::floor(x); }
 FG_FN double ceil(double x) { return ::ceil(x); }
 FG_FN double trunc(double x) { return ::trunc(x); }

@@ -119,11 +119,21 @@ FG_FN double log1p(double x) { return __builtin_log1p(x); }
 FG_FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 FG_FN double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 
-FG_FN float tanh(float x) {  // (e^2|x| - 1) / (e^2|x| + 1), from e^2|x| - 1 without cancellation
-  const float a = __builtin_fabsf(x), y = a > 10.0f ? 20.0f : a + a;
-  const float n = __builtin_rintf(y * (float)LOG2E), power = power_of_two(n);
-  const float t = power * expm1_reduced(reduce_by_ln2(y, n)) + (power - 1.0f);
-  return __builtin_copysignf(t / (t + 2.0f), x);
+// x P(x^2) / Q(x^2), fitted to a relative error of 2.2e-8 up to the x from which on tanh rounds to 1; 5 ulp after rounding, exact near 0. One division
+// and fourteen operations: a soft-cap runs it on every score.
+FG_FN float tanh(float x) {
+  const float low = x < -9.01f ? -9.01f : x, inside = low > 9.01f ? 9.01f : low, s = inside * inside;
+  float p = 1.34018743e-8f;
+  p = p * s + 2.06484074e-5f;
+  p = p * s + 3.49821849e-3f;
+  p = p * s + 1.33833259e-1f;
+  p = p * s + 1.0f;
+  float q = 7.79741356e-7f;
+  q = q * s + 3.28976428e-4f;
+  q = q * s + 2.58872509e-2f;
+  q = q * s + 4.67166483e-1f;
+  q = q * s + 1.0f;
+  return inside * p / q;
 }
 FG_FN double tanh(double x) { return __builtin_tanh(x); }
 FG_FN float sinh(float x) {

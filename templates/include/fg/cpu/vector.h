@@ -4,6 +4,9 @@
 #include "fg/base.h"
 
 #if defined(__AVX512F__)
+#if !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")  // loops over hooks too: tuning for some of these processors prefers half of a register
+#endif
 #define FG_VECTOR_BYTES 64
 #define FG_VECTOR_REGISTERS 32
 #elif defined(__AVX2__)

@@ -17,6 +17,7 @@ template <class TILE, int EXTENT> struct Lane {
     return address + ((chunk + chunks) ^ flip) * 16 + row * TILE::PITCH;
   }
   FG_FN Lane shifted(unsigned bytes) const { return Lane{address + bytes, chunk, flip}; }
+  FG_FN Lane moved(int chunks) const { return Lane{POWER_OF_TWO ? step(0, chunks) : address, chunk + chunks, flip}; }
 };
 template <int EXTENT, class TILE> FG_FN Lane<TILE, EXTENT> lane_at(const TILE& tile, int row, int chunk) {
   const unsigned flip = TILE::swizzle(row), line = shared_address(tile.bits) + row * TILE::PITCH;

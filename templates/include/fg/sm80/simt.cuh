@@ -32,7 +32,7 @@ FG_FN void simt_scores(float (&acc)[4][4], SimtOperands& smem, const T* a, long 
     simt_load<SIMT_STEP>(smem.a, a + d, a_stride, a_rows, DIM - d);
     simt_load<SIMT_STEP>(smem.b, b + d, b_stride, b_rows, DIM - d);
     __syncthreads();
-#pragma unroll
+#pragma unroll 2
     for (int step = 0; step < SIMT_STEP; step += 4) {
       float4 x[4], y[4];
 #pragma unroll
@@ -55,7 +55,7 @@ FG_FN float absent() { return bits_to_float(ABSENT); }
 
 // acc[i][j] += sum over the 64 columns k of weights(row i, k) values(k, column j). SELECT: some weights may be absent.
 template <bool SELECT> FG_FN void simt_accumulate(float (&acc)[4][4], const SimtTile& weights, const SimtTile& values) {
-#pragma unroll 4
+#pragma unroll 1  // unrolled for every chunk of columns and class of tile it would take seconds to compile
   for (int k = 0; k < SIMT_TILE; k += 4) {
     float4 w[4];
 #pragma unroll
