@@ -6,6 +6,7 @@ Tensors are read by shape, dtype, device and stride only; values are read when t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from . import settings
@@ -76,7 +77,7 @@ def packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
             raise ShapeError(f"{name} is empty: it holds N + 1 offsets, the first 0.")
         if readable(cu):
             values = cu.tolist()
-            if values[0] != 0 or any(b < a for a, b in zip(values, values[1:])) or values[-1] > rows:
+            if values[0] != 0 or any(b < a for a, b in pairwise(values)) or values[-1] > rows:
                 raise ShapeError(f"{name} = {_short(values)}: offsets start at 0, never fall, and end within the tensor's {rows} rows.")
     if cu_q.shape != cu_k.shape:
         raise ShapeError(f"cu_seqlens_q holds {cu_q.shape[0] - 1} sequences and cu_seqlens_k {cu_k.shape[0] - 1}: they must be equal.")
@@ -103,7 +104,9 @@ def seqlens(t: Any, batch: int, kv_len: int, device: Any) -> None:
 
 def sink(variant: Variant, t: Any, q_heads: int, device: Any) -> None:
     if (t is not None) != variant.sink:
-        given = "a sink was given, but the variant has none: use Variant(sink=True)" if t is not None else "the variant has a sink: pass sink=tensor of shape (Hq,)"
+        given = (
+            "a sink was given, but the variant has none: use Variant(sink=True)" if t is not None else "the variant has a sink: pass sink=tensor of shape (Hq,)"
+        )
         raise VariantError(given + ".")
     if t is None:
         return

@@ -34,9 +34,15 @@ class Spec:
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(settings.templates_directory()), undefined=jinja2.StrictUndefined, line_statement_prefix="//%", line_comment_prefix="//#",
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(settings.templates_directory()),
+        undefined=jinja2.StrictUndefined,
+        line_statement_prefix="//%",
+        line_comment_prefix="//#",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -66,9 +72,8 @@ def emit(spec: Spec) -> Source:
     context = {
         "problem": problem, "plan": plan, "target": spec.target, "params": layout.fields, "hooks": made, "real": problem.real,
         "storage": abi.storage_type(problem), "headers": family.headers, "has_score": spec.form.score >= 0, "has_mask": spec.form.mask >= 0,
-        "sink": problem.sink, "lse": problem.lse, "max_scores": problem.max_scores, "out_low": problem.out_low, "dlse": problem.dlse, "dq": problem.dq, "dk": problem.dk, "dv": problem.dv,
         "capture_grads": problem.capture_grads if made.capture_grads else (), "varlen": problem.layout == "varlen", "seqlens_k": problem.seqlens_k,
-        "deterministic": problem.deterministic, "dropout": problem.dropout,
+        **{name: getattr(problem, name) for name in ("sink", "lse", "max_scores", "out_low", "dlse", "dq", "dk", "dv", "deterministic", "dropout")},
     }  # fmt: skip
     text = _environment().get_template(family.templates[problem.which]).render(context)
     text = _spaced(_opening(spec) + text)

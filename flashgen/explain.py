@@ -83,11 +83,16 @@ def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, famil
     name, passed = families.choose(problem, target, family)
     ranked = pipeline.ranked(form, problem, target, name, forced)
     best = ranked[0]
-    lines = [f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {shape}"]
+    lines = [
+        f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {shape}"
+    ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
     lines += ["", "Proved", *(f"  {s}" for s in facts.sentences)]
     tiles = census(form, best.plan, shape, numbers)
-    lines += [f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, {tiles.empty:.0f} empty (never loaded)."]
+    lines += [
+        f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
+        f"{tiles.empty:.0f} empty (never loaded)."
+    ]
     lines += ["", "Plan", f"  {best.plan}", *(f"  {n}: {used} of {limit} {unit}" for n, used, limit, unit in best.usage)]
     tight = best.binding
     lines += [f"  What bounds the tile: {tight[0]} ({tight[1]} of {tight[2]} {tight[3]})."]
@@ -122,6 +127,7 @@ def _prediction(problem: Problem, target: Target, shape: Shape, plan: Plan, tile
         f"  Traffic, this plan: {elements * size / 1e6:.1f} MB between memory levels (tiles loaded, rows in and out).",
         f"  Traffic, FlashAttention bound N^2 d^2 / M: {bound * size / 1e6:.1f} MB with M = {m_elements:.0f} elements.",
         f"  Traffic, standard algorithm 4 N^2 + 4 N d: {standard * size / 1e6:.1f} MB ({standard / max(elements, 1):.1f} x this plan's).",
-        f"  Roofline: {flops / 1e9:.1f} GFLOP at {rate:.2f} TFLOP/s = {compute_ms:.3f} ms; {compulsory / 1e6:.1f} MB at {target.hbm_gbs:.0f} GB/s = {memory_ms:.3f} ms.",
+        f"  Roofline: {flops / 1e9:.1f} GFLOP at {rate:.2f} TFLOP/s = {compute_ms:.3f} ms; "
+        f"{compulsory / 1e6:.1f} MB at {target.hbm_gbs:.0f} GB/s = {memory_ms:.3f} ms.",
         f"  Bound by {'arithmetic' if compute_ms > memory_ms else 'memory'} ({max(compute_ms, memory_ms):.3f} ms).",
     ]

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, explain, families, ops, pipeline, settings
+from . import calls, checks, explain, families, ops, pipeline, settings
 from . import target as targets
+from .calls import Backward, Call, Handle
 from .errors import ShapeError, VariantError
 from .form import Traced
 from .language import Capture
-from .ops import Backward, Call, Handle
 from .plan import Plan, size_class
 from .problem import Problem
 from .source import Binary
@@ -38,7 +38,7 @@ class Aux(NamedTuple):
     max_scores: Tensor | None
 
 
-def compile(  # noqa: A001 - the public name is flashgen.compile
+def compile(
     variant: Variant, *, target: str | None = None, family: str | None = None, deterministic: bool | None = None, tune: bool | None = None,
     plan: Mapping[str, int] | None = None,
 ) -> Kernel:  # fmt: skip
@@ -55,9 +55,13 @@ def compile(  # noqa: A001 - the public name is flashgen.compile
 class Kernel:
     """A compiled variant. Holds the captured tensors; compiled passes are shared by all kernels of equal form."""
 
-    def __init__(self, variant: Variant, *, target: str | None, family: str | None, deterministic: bool | None, tune: bool | None, plan: Mapping[str, int] | None):
+    def __init__(
+        self, variant: Variant, *, target: str | None, family: str | None, deterministic: bool | None, tune: bool | None, plan: Mapping[str, int] | None
+    ):
         if not isinstance(variant, Variant):
-            raise VariantError(f"flashgen.compile takes a flashgen.Variant, not {type(variant).__name__}: flashgen.compile(flashgen.Variant(mask=..., score=...)).")
+            raise VariantError(
+                f"flashgen.compile takes a flashgen.Variant, not {type(variant).__name__}: flashgen.compile(flashgen.Variant(mask=..., score=...))."
+            )
         target = target if target is not None else settings.target()
         if target is not None:
             targets.parse(target)
@@ -100,7 +104,8 @@ class Kernel:
 
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None, dropout_p: float = 0.0, seed: int | None = None, return_aux: bool | tuple = False,
+        sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None, dropout_p: float = 0.0, seed: int | None = None,
+        return_aux: bool | tuple = False,
     ) -> Any:  # fmt: skip
         """Attention on packed sequences: q ``(Tq, Hq, D)``, k ``(Tk, Hkv, D)``, v ``(Tk, Hkv, Dv)``, int32 offsets ``(N + 1,)`` -> ``(Tq, Hq, Dv)``.
 
@@ -162,7 +167,13 @@ class Kernel:
                 return Call(q, k, v, None, None, None, None, [], list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
         given = checks.given_inputs(self.variant.inputs, inputs)
         checks.dropout(dropout_p, seed)
-        checks.tensors(self.variant, self._kind(q), {"q": q, "k": k, "v": v}, 4, "(batch, heads, length, head_dim)" if layout == "bhld" else "(batch, length, heads, head_dim)")
+        checks.tensors(
+            self.variant,
+            self._kind(q),
+            {"q": q, "k": k, "v": v},
+            4,
+            "(batch, heads, length, head_dim)" if layout == "bhld" else "(batch, length, heads, head_dim)",
+        )
         if layout == "blhd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         checks.dense(q, k, v)
@@ -179,7 +190,9 @@ class Kernel:
             self._checked.add(seen)
         return Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
 
-    def _packed(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any) -> tuple[Call, Traced]:
+    def _packed(
+        self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any
+    ) -> tuple[Call, Traced]:
         q, k, v = _autocast(q, k, v)
         given = checks.given_inputs(self.variant.inputs, inputs)
         checks.dropout(dropout_p, seed)
@@ -243,7 +256,11 @@ class Kernel:
             target = targets.parse(self.target) if self.target else self._present()
             size = size_class(DEFAULT_LENGTH, DEFAULT_LENGTH)
             sign = 1 if self.variant.scale is None else (self.variant.scale > 0) - (self.variant.scale < 0)
-            return traced.form, Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, capture_grads=slots if which == "backward" else (), size=size), target
+            return (
+                traced.form,
+                Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, capture_grads=slots if which == "backward" else (), size=size),
+                target,
+            )
         varlen = "cu_seqlens_q" in call
         wanted = checks.aux(call.pop("return_aux", False))
         layout = call.pop("layout", "bhld")
@@ -256,18 +273,27 @@ class Kernel:
             made, traced = self._packed(q, k, v, first[0], first[1], first[2], first[3], *common)
         else:
             made, traced = self._dense(q, k, v, first[0], *common, layout=layout)
-        target = targets.parse(self.target) if self.target else ops.resolve_target(None, made.q.device)
+        target = targets.parse(self.target) if self.target else calls.resolve_target(None, made.q.device)
         learned = any(made.captures[n].requires_grad for n in traced.score_slots)
         handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
-        made = ops.prepared(made)
-        aligned = ops.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
+        made = calls.prepared(made)
+        aligned = calls.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
         if which == "forward":
-            return traced.form, ops.forward_problem(handle, made, aligned), target
+            return traced.form, calls.forward_problem(handle, made, aligned), target
         wants = [t.requires_grad for t in (q, k, v)]
         slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]
         wants = wants if any(wants) or slots_list else [True] * 3
-        backward = Backward(made.q, None, made.q, made.q if slots_list and made.q.element_size() == 2 else made.q.new_empty(0), made.q, wants, slots_list, self._is_deterministic())
-        return traced.form, ops.backward_problem(handle, made, backward, aligned), target
+        backward = Backward(
+            made.q,
+            None,
+            made.q,
+            made.q if slots_list and made.q.element_size() == 2 else made.q.new_empty(0),
+            made.q,
+            wants,
+            slots_list,
+            self._is_deterministic(),
+        )
+        return traced.form, calls.backward_problem(handle, made, backward, aligned), target
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()

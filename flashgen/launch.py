@@ -74,7 +74,7 @@ _kept_workspaces: dict[Any, torch.Tensor] = {}
 
 
 def _kept(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that every kernel leaves as zeros: one allocation per stream, whose kernels never overlap. A graph, which may be replayed on any stream, gets its own."""
+    """Zeros that every kernel leaves as zeros: one allocation per stream, whose kernels never overlap. A graph, replayed on any stream, gets its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(elements, dtype=dtype, device=device)
     key = (elements, dtype, device, torch._C._cuda_getCurrentRawStream(device.index or 0))
@@ -101,7 +101,9 @@ def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
     def start(packed: bytearray) -> None:
         code = function(bytes(packed), torch.get_num_threads())
         if code:
-            raise FlashgenError(f"the CPU kernel ran out of memory (code {code}): its scratch is a few tiles per thread plus float32 copies of dq; use fewer threads.")
+            raise FlashgenError(
+                f"the CPU kernel ran out of memory (code {code}): its scratch is a few tiles per thread plus float32 copies of dq; use fewer threads."
+            )
 
     return lambda sizes: start
 

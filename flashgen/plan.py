@@ -22,7 +22,7 @@ SHORT_KEYS = 1024  # keys up to which prologue and tail dominate
 
 
 def size_class(q_len: int, kv_len: int) -> str:
-    """"few" | "short" | "long": within a class a new length never recompiles."""
+    """ "few" | "short" | "long": within a class a new length never recompiles."""
     return "few" if q_len <= FEW_ROWS else "short" if kv_len <= SHORT_KEYS else "long"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,14 @@ def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: lis
 
 
 def reference(
-    variant: Variant, q: Tensor, k: Tensor, v: Tensor, *, seqlens_k: Tensor | None = None, sink: Tensor | None = None, inputs: Mapping[str, Tensor] | None = None,
+    variant: Variant,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqlens_k: Tensor | None = None,
+    sink: Tensor | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out ``(B, Hq, Lq, Dv)``, lse and max_scores ``(B, Hq, Lq)``, computed in q's dtype with scores in float32 (float64 for float64 inputs)."""
     traced: Traced = variant.trace(dict(inputs or {}))

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: a kernel cache of its own (shared by pytest's workers, so that each binary is built once) and GPU tests that skip without a GPU."""
+"""Settings of the whole suite: a kernel cache of its own, shared by pytest's workers so that each binary is built once; GPU tests skip without a GPU."""
 
 from __future__ import annotations
 

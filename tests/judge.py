@@ -137,7 +137,7 @@ def fault_problems(case, *, device, family=None):
             return attend(*args, **kw)
         except fg.FlashgenError:
             raise
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:
             crashes.append(f"raised {type(e).__name__} (not a FlashgenError): {str(e)[:150]}")
             raise
 

@@ -23,7 +23,9 @@ def variants():
         "softcap and window": fg.Variant(mask=fg.causal & fg.sliding_window(1023, 0), score=fg.softcap(30.0)),
         "alibi and documents": fg.Variant(mask=fg.causal & fg.document(ids), score=fg.alibi()),
         "learned table and sink": fg.Variant(score=fg.relative_bias(table), sink=True),
-        "user function": fg.Variant(mask=lambda b, h, q, k: (q // 64 == k // 64) | (k < 4), score=lambda s, b, h, q, k: s * torch.sigmoid(s) - 0.01 * (q - k).abs()),
+        "user function": fg.Variant(
+            mask=lambda b, h, q, k: (q // 64 == k // 64) | (k < 4), score=lambda s, b, h, q, k: s * torch.sigmoid(s) - 0.01 * (q - k).abs()
+        ),
     }
 
 

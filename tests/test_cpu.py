@@ -14,7 +14,9 @@ PASSES = [(torch.float64, 1), (torch.float32, 5), (torch.bfloat16, 1)]
 @pytest.mark.parametrize("name", cases_variants.CASES)
 def test_variant(name):
     """One test per variant, so that a worker builds its kernels once."""
-    problems = {f"{dtype} x{stretch}": judge.variant_problems(cases_variants.CASES[name], dtype=dtype, device="cpu", stretch=stretch) for dtype, stretch in PASSES}
+    problems = {
+        f"{dtype} x{stretch}": judge.variant_problems(cases_variants.CASES[name], dtype=dtype, device="cpu", stretch=stretch) for dtype, stretch in PASSES
+    }
     assert not any(problems.values()), problems
 
 
@@ -33,8 +35,6 @@ def test_fault(case):
     assert not judge.fault_problems(case, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "scenario", [s for s in cases_faults.SYSTEM if s["needs"] == "any" and s["kind"] not in judge.AVAILABLE_LATER], ids=lambda s: s["id"]
-)
+@pytest.mark.parametrize("scenario", [s for s in cases_faults.SYSTEM if s["needs"] == "any" and s["kind"] not in judge.AVAILABLE_LATER], ids=lambda s: s["id"])
 def test_scenario(scenario):
     scenario["run"](judge.attention, "cpu")

@@ -22,7 +22,12 @@ def call(q=None, k=None, v=None, *, variant=None, **kw):
 def packed(q=None, k=None, v=None, cu=(0, 3, 8), **kw):
     cu = torch.tensor(cu, dtype=torch.int32)
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} | kw
-    return fg.compile(kw.pop("variant", fg.Variant())).varlen(t(8, 4, 16) if q is None else q, t(8, 2, 16) if k is None else k, t(8, 2, 16) if v is None else v, **{n: x for n, x in options.items() if n != "variant"})
+    return fg.compile(kw.pop("variant", fg.Variant())).varlen(
+        t(8, 4, 16) if q is None else q,
+        t(8, 2, 16) if k is None else k,
+        t(8, 2, 16) if v is None else v,
+        **{n: x for n, x in options.items() if n != "variant"},
+    )
 
 
 CASES = {
@@ -72,7 +77,11 @@ CASES = {
     "target": (lambda: fg.compile(fg.Variant(), target="sm75"), fg.DeviceError, "the targets are"),
     "family": (lambda: fg.compile(fg.Variant(), family="sm70"), fg.VariantError, "the families are"),
     "family of another device": (lambda: fg.compile(fg.Variant(), family="sm80")(t(1, 1, 4, 8), t(1, 1, 4, 8), t(1, 1, 4, 8)), fg.VariantError, "cpu"),
-    "gpu target on cpu tensors": (lambda: fg.compile(fg.Variant(), target="sm80")(t(1, 1, 4, 8), t(1, 1, 4, 8), t(1, 1, 4, 8)), fg.DeviceError, "target='sm80'"),
+    "gpu target on cpu tensors": (
+        lambda: fg.compile(fg.Variant(), target="sm80")(t(1, 1, 4, 8), t(1, 1, 4, 8), t(1, 1, 4, 8)),
+        fg.DeviceError,
+        "target='sm80'",
+    ),
     "plan field": (lambda: fg.compile(fg.Variant(), plan={"block_m": 64})(t(1, 1, 4, 8), t(1, 1, 4, 8), t(1, 1, 4, 8)), fg.VariantError, "no such field"),
     "plan value": (lambda: fg.compile(fg.Variant(), plan={"block_q": "64"}), fg.VariantError, "integers"),
     "which": (lambda: fg.compile(fg.Variant()).source(which="both"), fg.VariantError, "'forward' or 'backward'"),
@@ -84,7 +93,11 @@ CASES = {
     "sequence counts": (lambda: packed(cu_seqlens_k=torch.tensor([0, 8], dtype=torch.int32)), fg.ShapeError, "sequences"),
     "max_seqlen too small": (lambda: packed(max_seqlen_q=2), fg.ShapeError, "longest sequence has 5"),
     "dense mask in varlen": (lambda: packed(variant=fg.Variant(mask=fg.from_dense(torch.ones(8, 8, dtype=torch.bool)))), fg.ShapeError, "packed sequences"),
-    "paged": (lambda: fg.compile(fg.Variant()).paged(t(1, 1, 1, 8), t(1, 1, 1, 8), t(1, 1, 1, 8), block_table=None, seqlens_k=None), fg.VariantError, "not available"),
+    "paged": (
+        lambda: fg.compile(fg.Variant()).paged(t(1, 1, 1, 8), t(1, 1, 1, 8), t(1, 1, 1, 8), block_table=None, seqlens_k=None),
+        fg.VariantError,
+        "not available",
+    ),
 }
 
 

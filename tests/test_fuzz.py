@@ -19,18 +19,32 @@ def random_call(seed):
     heads, q_len, kv_len = kv_heads * group, rnd.choice([1, 3, 17, 50, 70, 131]), rnd.choice([1, 5, 33, 64, 100, 200])
     dim_qk, dim_v = rnd.choice([(8, 8), (16, 16), (5, 12), (24, 40)])
     real = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    ids = (torch.arange(max(q_len, kv_len)) // rnd.choice([7, 31])).to(torch.int32)
     masks = [
-        lambda: fg.causal, lambda: fg.causal_top_left, lambda: fg.sliding_window(rnd.choice([-1, 0, 5, 40]), rnd.choice([-1, 0, 9])), lambda: fg.prefix_lm(rnd.choice([0, 7, 90])),
-        lambda: fg.prefix_lm(torch.randint(0, kv_len + 1, (batch,), dtype=torch.int32)), lambda: fg.chunked(rnd.choice([4, 13, 32])), lambda: fg.dilated(rnd.choice([2, 3])),
-        lambda: fg.document((torch.arange(max(q_len, kv_len)) // rnd.choice([7, 31])).to(torch.int32)), lambda: fg.padding(torch.randint(0, kv_len + 1, (batch,))),
-        lambda: fg.global_tokens(torch.rand(max(q_len, kv_len)) < 0.1), lambda: fg.from_dense(torch.rand(batch, 1, q_len, kv_len) < 0.7),
-        lambda: fg.block_sparse(torch.rand(heads, -(-q_len // 16), -(-kv_len // 16)) < 0.5, 16), lambda: fg.mask(lambda b, h, q, k: (q + k) % 3 != h % 3),
-    ]  # fmt: skip
+        lambda: fg.causal,
+        lambda: fg.causal_top_left,
+        lambda: fg.sliding_window(rnd.choice([-1, 0, 5, 40]), rnd.choice([-1, 0, 9])),
+        lambda: fg.prefix_lm(rnd.choice([0, 7, 90])),
+        lambda: fg.prefix_lm(torch.randint(0, kv_len + 1, (batch,), dtype=torch.int32)),
+        lambda: fg.chunked(rnd.choice([4, 13, 32])),
+        lambda: fg.dilated(rnd.choice([2, 3])),
+        lambda: fg.document(ids),
+        lambda: fg.padding(torch.randint(0, kv_len + 1, (batch,))),
+        lambda: fg.global_tokens(torch.rand(max(q_len, kv_len)) < 0.1),
+        lambda: fg.from_dense(torch.rand(batch, 1, q_len, kv_len) < 0.7),
+        lambda: fg.block_sparse(torch.rand(heads, -(-q_len // 16), -(-kv_len // 16)) < 0.5, 16),
+        lambda: fg.mask(lambda b, h, q, k: (q + k) % 3 != h % 3),
+    ]
     table, every = real(heads, 2 * 9 + 1).requires_grad_(), real(1, heads, q_len, kv_len).requires_grad_()
     scores = [
-        lambda: fg.softcap(rnd.choice([1.5, 20.0])), lambda: fg.alibi(), lambda: fg.alibi(torch.rand(batch, heads, dtype=torch.float64)), lambda: fg.relative_bias(table),
-        lambda: fg.bias(every), lambda: fg.t5_bias(real(32, heads)), lambda: fg.score(lambda s, b, h, q, k: s * torch.sigmoid(s) - 0.1 * (q - k).abs() * s),
-    ]  # fmt: skip
+        lambda: fg.softcap(rnd.choice([1.5, 20.0])),
+        lambda: fg.alibi(),
+        lambda: fg.alibi(torch.rand(batch, heads, dtype=torch.float64)),
+        lambda: fg.relative_bias(table),
+        lambda: fg.bias(every),
+        lambda: fg.t5_bias(real(32, heads)),
+        lambda: fg.score(lambda s, b, h, q, k: s * torch.sigmoid(s) - 0.1 * (q - k).abs() * s),
+    ]
     mask = rnd.choice(masks)() if rnd.random() < 0.8 else None
     if mask is not None and rnd.random() < 0.5:
         other = rnd.choice(masks)()

@@ -43,7 +43,9 @@ def test_gradcheck_learned_table():
 
 def test_gradcheck_input_table():
     kernel = fg.compile(fg.Variant(score=fg.relative_bias(fg.input("table", ndim=1))))
-    assert torch.autograd.gradcheck(lambda q, k, v, t: kernel(q, k, v, inputs={"table": t}), (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), double(5)))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, t: kernel(q, k, v, inputs={"table": t}), (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), double(5))
+    )
 
 
 def test_gradcheck_sink_and_lse():

@@ -74,7 +74,7 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
                 steps = _steps(call, sets, what)
                 steps[0]()
                 once = _time_ms(steps, device, 2)
-            except Exception as error:  # noqa: BLE001 - a peer that cannot run the case is reported; our own errors must show
+            except Exception as error:
                 if name == "flashgen":
                     raise
                 failed[name] = f"{type(error).__name__}: {str(error)[:120]}"

@@ -1,0 +1,319 @@
+"""Calls: one pass run on the tensors of a call; the arguments of a shape are packed once and remembered.
+
+Handle (a kernel's name across processes) + Call -> outputs. Example: ``run_forward(handle.text, call)``. No autograd here; see ``ops``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import target as targets
+from .errors import DeviceError, VariantError
+from .families import Sizes
+from .form import Form
+from .launch import Bound, Loaded, load
+from .pipeline import prepare
+from .plan import size_class
+from .problem import Problem
+
+
+class Handle(NamedTuple):
+    """What names a kernel across processes: the form and the options that are not in the tensors."""
+
+    form: str
+    layout: str = "dense"
+    lse: bool = True
+    max_scores: bool = False
+    out_low: bool = False
+    target: str | None = None
+    family: str | None = None
+    plan: tuple[tuple[str, int], ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self, separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def parse_handle(text: str) -> tuple[Handle, Form]:
+    form, layout, lse, max_scores, out_low, target, family, plan = json.loads(text)
+    forced = None if plan is None else tuple((name, value) for name, value in plan)
+    handle = Handle(form, layout, lse, max_scores, out_low, target, family, forced)
+    return handle, Form.parse(handle.form)
+
+
+class Call(NamedTuple):
+    """One call's tensors and numbers, as the operators take them."""
+
+    q: Tensor  # dense (B, H, L, D); varlen (T, H, D)
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    seqlens_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    captures: list[Tensor]
+    floats: list[float]
+    ints: list[int]
+    scale: float
+    max_q: int  # longest query sequence (varlen); dense: Lq
+    max_k: int
+
+
+_executables: dict[Any, Loaded] = {}
+_locks: dict[Any, threading.Lock] = {}
+_lock = threading.Lock()
+
+
+def resolve_target(name: str | None, device: torch.device) -> targets.Target:
+    """The chip to build for; DeviceError when a forced target is not the tensors' device."""
+    native = targets.detect(device.index or 0) if device.type == "cuda" else targets.detect_cpu()
+    if name is not None and name != native.name:
+        raise DeviceError(
+            f"the kernel was compiled with target={name!r}, but the tensors are on {device} ({native.name}): use target=None, or build() and source() only."
+        )
+    return native
+
+
+@lru_cache(maxsize=64)
+def _target(name: str | None, device: torch.device) -> targets.Target:
+    return resolve_target(name, device)
+
+
+def loaded(handle: Handle, form: Form, problem: Problem, device: torch.device) -> Loaded:
+    """The loaded pass of a problem, prepared once per device; threads that ask at once wait for one build."""
+    key = (handle.form, handle.target, handle.family, handle.plan, problem, device)
+    found = _executables.get(key)
+    if found is None:
+        with _lock:
+            lock = _locks.setdefault(key, threading.Lock())
+        with lock:
+            found = _executables.get(key)
+            if found is None:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise VariantError(
+                        "this kernel is not built yet and a CUDA graph is being captured: make one warm-up call of the same kind before capturing."
+                    )
+                chip = _target(handle.target, device)
+                executable = prepare(form, problem, chip, family=handle.family, forced=dict(handle.plan) if handle.plan else None)
+                found = _executables[key] = load(executable, device)
+    return found
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Rows whose elements are adjacent; anything else is copied."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def strides_aligned(tensors: Iterable[Tensor]) -> bool:
+    """Every row starts on 16 bytes if the first one does."""
+    return all(s * t.element_size() % 16 == 0 or n <= 1 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1]))
+
+
+def _starts_aligned(tensors: dict[str, Tensor], addresses: dict[str, int]) -> bool:
+    bits = 0
+    for name in tensors:
+        bits |= addresses[name]
+    return bits % 16 == 0
+
+
+def output_like(t: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """An output with t's shape but ``last`` columns, its dimensions in t's memory order, rows adjacent."""
+    shape = (*t.shape[:-1], last)
+    if t.dim() == 4 and t.stride(1) < t.stride(2) and t.shape[1] > 1:
+        return torch.empty((shape[0], shape[2], shape[1], last), dtype=dtype, device=t.device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=t.device)
+
+
+def statistics_of(q: Tensor) -> Tensor:
+    """An lse-shaped tensor: (B, H, L), or (H, T) for packed sequences."""
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+
+
+def _sizes(c: Call) -> Sizes:
+    if c.q.dim() == 4:
+        return Sizes(c.q.shape[0], c.q.shape[1], c.k.shape[1], c.q.shape[2], c.k.shape[2], c.q.shape[2], c.k.shape[2])
+    assert c.cu_seqlens_q is not None
+    return Sizes(c.cu_seqlens_q.shape[0] - 1, c.q.shape[1], c.k.shape[1], c.max_q, c.max_k, c.q.shape[0], c.k.shape[0])
+
+
+def _strides(name: str, t: Tensor) -> dict[str, int]:
+    if t.dim() == 4:
+        b, h, l = t.stride()[:3]  # noqa: E741 - the axis names of the argument struct
+    else:
+        b, (l, h) = 0, t.stride()[:2]  # noqa: E741
+    return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_l": l}
+
+
+def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) -> dict[str, Any]:
+    """Every Params field that is no address."""
+    values: dict[str, Any] = {
+        "batch": sizes.batch,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "q_len": sizes.q_len,
+        "kv_len": sizes.kv_len,
+        "scale": c.scale,
+    }
+    for name, t in tensors.items():
+        values |= _strides(name, t)
+    values |= {"lse_stride_b": stat.stride(0) if stat.dim() == 3 else 0, "lse_stride_h": stat.stride(-2)}
+    for n, t in enumerate(c.captures):
+        for d in range(t.dim()):
+            values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
+    largest = torch.finfo(stat.dtype).max  # a captured number beyond float32 is an infinity there, as in torch
+    values |= {f"float_{n}": x if -largest <= x <= largest else math.copysign(math.inf, x) for n, x in enumerate(c.floats)}
+    values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
+    return values
+
+
+def _addresses(c: Call, tensors: dict[str, Tensor]) -> dict[str, int]:
+    found = {name: t.data_ptr() for name, t in tensors.items()}
+    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"):
+        t = getattr(c, name)
+        if t is not None:
+            found[name] = t.data_ptr()
+    for n, t in enumerate(c.captures):
+        found[f"capture_{n}"] = t.data_ptr()
+    return found
+
+
+_bound: dict[Any, Bound] = {}
+MAX_BOUND = 4096  # shapes remembered before the memo starts anew
+
+
+def _key(text: str, c: Call, tensors: dict[str, Tensor], *static: Any) -> tuple:
+    """What decides a Bound: the kernel, every shape and stride, every number."""
+    shapes = tuple((t.shape, t.stride()) for t in (*tensors.values(), *c.captures))
+    sequences = c.cu_seqlens_q is None or c.cu_seqlens_q.shape[0]
+    given = (c.sink is None, c.seqlens_k is None, sequences)
+    return (text, shapes, c.q.dtype, c.q.device, given, c.scale, c.max_q, c.max_k, *c.floats, None, *c.ints, *static)
+
+
+def _bind(key: tuple, make: Callable[[], Bound]) -> Bound:
+    found = _bound.get(key)
+    if found is None:
+        if len(_bound) >= MAX_BOUND:
+            _bound.clear()
+        found = _bound[key] = make()
+    return found
+
+
+def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
+    return Problem(
+        dtype=str(c.q.dtype)[6:], head_dim_qk=c.q.shape[-1], head_dim_v=c.v.shape[-1], group=c.q.shape[1] // c.k.shape[1], layout=handle.layout,
+        sink=c.sink is not None, seqlens_k=c.seqlens_k is not None, scale_sign=(c.scale > 0) - (c.scale < 0), aligned=aligned,
+        size=size_class(*((c.q.shape[2], c.k.shape[2]) if c.q.dim() == 4 else (c.max_q, c.max_k))), **fields,
+    )  # fmt: skip
+
+
+def prepared(c: Call) -> Call:
+    """Rows adjacent, the sink and the integer tensors as the kernels read them, no capture without an element."""
+    plain = c.sink is None and c.seqlens_k is None and c.cu_seqlens_q is None and not c.captures
+    if plain and c.q.stride(-1) == c.k.stride(-1) == c.v.stride(-1) == 1:
+        return c
+    real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
+    integers = {n: t.contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
+    captures = [t if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
+    sink = None if c.sink is None else c.sink.detach().to(real).contiguous()
+    return c._replace(q=_rows(c.q), k=_rows(c.k), v=_rows(c.v), sink=sink, captures=captures, **integers)
+
+
+def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, max_scores, out_low; those not wanted are empty."""
+    handle, form = parse_handle(text)
+    c = prepared(call)
+    out = output_like(c.q, c.v.shape[-1], c.q.dtype)
+    stat = statistics_of(c.q)
+    top = torch.empty_like(stat) if handle.max_scores else stat.new_empty(0)
+    low = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device) if keeps_low(handle, c.q) else out.new_empty(0)
+    if out.numel() == 0 and stat.numel() == 0:
+        return out, stat, top, low
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
+    if handle.layout == "varlen":  # rows that belong to no sequence
+        out.zero_(), low.zero_(), stat.fill_(float("-inf"))
+        if handle.max_scores:
+            top.fill_(float("-inf"))
+    addresses = _addresses(c, tensors)
+    aligned = _starts_aligned(tensors, addresses)
+
+    def make() -> Bound:
+        sizes = _sizes(c)
+        return loaded(handle, form, forward_problem(handle, c, aligned and strides_aligned(tensors.values())), c.q.device).bind(
+            _numbers(c, sizes, tensors, stat), sizes
+        )
+
+    addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
+    _bind(_key(text, c, tensors, aligned), make).start(addresses)
+    return out, stat, top, low
+
+
+class Backward(NamedTuple):
+    """What a backward takes beside the Call. ``slots`` are the captures whose gradient is wanted."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    out_low: Tensor  # empty when not kept
+    lse: Tensor
+    wanted: list[bool]  # dq, dk, dv
+    slots: list[int]
+    deterministic: bool
+
+
+def backward_problem(handle: Handle, c: Call, b: Backward, aligned: bool) -> Problem:
+    return _problem(
+        handle, c, aligned, which="backward", deterministic=b.deterministic, dlse=b.dlse is not None, dq=b.wanted[0], dk=b.wanted[1], dv=b.wanted[2],
+        capture_grads=tuple(b.slots), out_low=b.out_low is not None and b.out_low.numel() > 0,
+    )  # fmt: skip
+
+
+def forward_problem(handle: Handle, c: Call, aligned: bool) -> Problem:
+    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=keeps_low(handle, c.q))
+
+
+def keeps_low(handle: Handle, q: Tensor) -> bool:
+    return handle.out_low and q.element_size() == 2
+
+
+def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
+    handle, form = parse_handle(text)
+    c = prepared(call)
+    lse = b.lse
+    dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
+    delta = torch.empty_like(lse)
+    grads = [torch.zeros(c.captures[n].shape, dtype=lse.dtype, device=lse.device) for n in b.slots]
+    gradients = {n: t for n, t, w in zip(("dq", "dk", "dv"), (dq, dk, dv), b.wanted) if w}
+    if lse.numel() == 0 or handle.layout == "varlen":  # no rows, or rows and keys that belong to no sequence
+        for t in (*gradients.values(), delta):
+            t.zero_()
+    if lse.numel() == 0:
+        return dq, dk, dv, delta, grads
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(b.dout), **gradients}
+    dlse = None if b.dlse is None else b.dlse.to(lse.dtype).contiguous()
+    addresses = _addresses(c, tensors)
+    addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
+    if dlse is not None:
+        addresses["dlse"] = dlse.data_ptr()
+    for n, g in zip(b.slots, grads):
+        addresses[f"grad_{n}"] = g.data_ptr()
+    aligned = _starts_aligned(tensors, addresses)
+
+    def make() -> Bound:
+        sizes = _sizes(c)
+        return loaded(handle, form, backward_problem(handle, c, b, aligned and strides_aligned(tensors.values())), c.q.device).bind(
+            _numbers(c, sizes, tensors, lse), sizes
+        )
+
+    _bind(_key(text, c, tensors, aligned, dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make).start(addresses)
+    return dq, dk, dv, delta, grads
