@@ -89,7 +89,15 @@ def _dot(a: Any, b: Any) -> Any:
     return reduce(mul(a, b), add)
 
 
+def _new_full(x: Any, size: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
+    """A scalar constant of x's type, or of ``dtype``."""
+    if tuple(size) != ():
+        raise VariantError(f"a new tensor of shape {tuple(size)} in a score or mask function: only scalars, shape (), are traced.")
+    return to(const(value), x.dtype if dtype is None else dtype)
+
+
 FUNCTIONS |= {
+    "new_full": _new_full, "new_zeros": lambda x, size, **kw: _new_full(x, size, 0, **kw), "new_ones": lambda x, size, **kw: _new_full(x, size, 1, **kw),
     "rsub": lambda a, b, **kw: sub(b, a, **kw), "square": lambda x: mul(x, x), "reciprocal": lambda x: divide(const(1.0), x), "sign": _sign,
     "clamp_min": lambda x, min: clamp(x, min), "clamp_max": lambda x, max: clamp(x, None, max),
     "fmin": lambda a, b: where(logical_or(_le(a, b), _ne(b, b)), a, b), "fmax": lambda a, b: where(logical_or(_ge(a, b), _ne(b, b)), a, b),

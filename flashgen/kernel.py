@@ -219,17 +219,7 @@ class Kernel:
         return Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1]), traced
 
     def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
-        slots = traced.score_slots
-        differentiable = [call.q, call.k, call.v, *(call.captures[n] for n in slots)]
-        if call.sink is not None:
-            differentiable.append(call.sink)
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
-            return ops.forward(self._handle(traced, layout, max_scores, False), call)[:3]
-        learned = any(call.captures[n].requires_grad for n in slots)
-        text = self._handle(traced, layout, max_scores, learned)
-        numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k)
-        captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
-        return ops.Attention.apply(text, (self._is_deterministic(), slots), numbers, *call[:7], *captures)
+        return ops.attend(call, traced.score_slots, lambda learned: self._handle(traced, layout, max_scores, learned), self._is_deterministic())
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic

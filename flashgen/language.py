@@ -101,7 +101,13 @@ def _capture_mode() -> Any:
 def trace(function: Callable[..., Any], leaves: Sequence[Expr], *, what: str) -> Expr:
     """Call a user's function with symbols; the result as an Expr. Errors of the user's own code pass through unchanged."""
     with _traced_builtins(), _capture_mode():
-        result = lower(function(*leaves))
+        result = function(*leaves)
+    return returned(result, what)
+
+
+def returned(result: Any, what: str) -> Expr:
+    """What a user's score or mask function returned, as an Expr."""
+    result = lower(result)
     if isinstance(result, Vector):
         raise VariantError(f"the {what} function returned a vector of {len(result.items)} values; it must return one value per (query, key) pair.")
     if result is None:
@@ -123,5 +129,5 @@ def tracing(inputs: dict[str, Any]) -> Iterator[dict[int, Capture]]:
 __all__ = [
     "BOOL", "FLOATS", "FUNCTIONS", "INT", "LONG", "REAL", "ROUNDING", "SINGLE", "STORAGE", "UNARY_REAL", "B", "Capture", "Expr", "H", "Input", "K", "Q", "S",
     "absolute", "as_captured", "cast", "clamp", "const", "dtype_name", "heads", "input", "is_tensor", "kv_len", "logical_and", "logical_not", "logical_or",
-    "maximum", "minimum", "q_len", "to", "trace", "tracing", "truth", "where",
+    "maximum", "minimum", "q_len", "returned", "to", "trace", "tracing", "truth", "where",
 ]  # fmt: skip

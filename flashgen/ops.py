@@ -6,6 +6,7 @@ the launcher directly; under torch.compile, functorch or a dispatch mode it goes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .errors import VariantError
 
 _COMMON = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] captures, "
-    "float[] floats, int[] ints, float scale, SymInt max_q, SymInt max_k"
+    "float[] floats, SymInt[] ints, float scale, SymInt max_q, SymInt max_k"
 )
 _library = torch.library.Library("flashgen", "DEF")
 _library.define(f"forward(str handle, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -123,3 +124,17 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             result = [None if g is None else _Once.apply(g, dout, q, k, v, *captures) for g in result]
         return (None, None, None, *result)
+
+
+def attend(call: Call, slots: tuple[int, ...], handle: Callable[[bool], str], deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, max_scores of one call, differentiable. ``slots`` are the captures through which a gradient of the score can flow;
+    ``handle`` names the kernel, given whether it must keep what rounding left of the output, which gradients of captures need."""
+    differentiable = [call.q, call.k, call.v, *(call.captures[n] for n in slots)]
+    if call.sink is not None:
+        differentiable.append(call.sink)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
+        return forward(handle(False), call)[:3]
+    learned = any(call.captures[n].requires_grad for n in slots)
+    numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k)
+    captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
+    return Attention.apply(handle(learned), (deterministic, slots), numbers, *call[:7], *captures)

@@ -75,8 +75,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     common = {"dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "simt": 0, "aligned": int(problem.aligned), "section_bytes": target.l2_bytes // 2}
     points = []
     if problem.which == "forward":
-        names = ("block_q", "block_kv", "warps", "stages", "ctas", "q_in_registers")
-        for values in ((128, 64, 4, 2, 2, 0), (128, 64, 4, 1, 2, 0), (64, 64, 4, 1, 2, 0), (64, 32, 4, 1, 2, 0)):
+        names = ("block_q", "block_kv", "warps", "stages", "ctas", "q_in_registers", "unroll")
+        for values in ((128, 64, 4, 2, 2, 0, 4), (128, 64, 4, 1, 2, 0, 4), (64, 64, 4, 1, 2, 0, 4), (64, 32, 4, 1, 2, 0, 4)):
             points.append(dict(zip(names, values, strict=True)))
     else:
         for block_q, block_kv, warps, stages, ctas in ((64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 1)):

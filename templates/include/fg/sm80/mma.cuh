@@ -43,9 +43,9 @@ template <class T, int M, int N> FG_FN void mma_row(float (&acc)[M][N][4], const
 
 // acc[m][n] += A B over STEPS steps of 16 of k; m counts 16 rows, n counts 8 columns. A_KM: A lies as [k][m] (lane across), else [m][k] (lane down);
 // B_NK: B lies as [n][k] (lane across), else [k][n] (lane down).
-template <class T, int STEPS, bool A_KM, bool B_NK, int M, int N, class LANE_A, class LANE_B>
+template <class T, int STEPS, bool A_KM, bool B_NK, int UNROLL = STEPS, int M, int N, class LANE_A, class LANE_B>
 FG_FN void multiply(float (&acc)[M][N][4], const LANE_A& a_lane, const LANE_B& b_lane) {
-#pragma unroll
+#pragma unroll UNROLL
   for (int k = 0; k < STEPS; ++k) {
     unsigned a[M][4];
 #pragma unroll

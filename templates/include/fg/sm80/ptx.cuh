@@ -6,6 +6,12 @@ namespace fg {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
+// A value that the compiler's loop optimiser cannot recognise, so that nothing made of it is moved out of a loop.
+FG_FN unsigned opaque(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Address of shared memory as the 32-bit number that cp.async and ldmatrix take (section 5.3, state spaces).
 FG_FN unsigned shared_address(const void* pointer) { return (unsigned)__cvta_generic_to_shared(pointer); }
 

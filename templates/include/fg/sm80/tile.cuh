@@ -25,7 +25,7 @@ template <class T> FG_FN void load_chunk(char* target, const T* source, int coun
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int bytes = count - 2 * i <= 0 ? 0 : count - 2 * i == 1 ? 2 : 4;
-      copy_async_4(shared_address(target) + 4 * i, bytes ? source + 2 * i : source, bytes);
+      copy_async_4(shared_address(target) + 4 * i, source + 2 * i, bytes);
     }
   } else {
 #pragma unroll
@@ -63,7 +63,8 @@ template <int THREADS, int VALID_COLUMNS, bool ALIGNED, class TILE, class T>
 FG_FN void load_tile(TILE& tile, const T* source, long long stride, int rows) {
   constexpr int ACROSS = TILE::SPAN, DOWN = THREADS / ACROSS;  // neighbouring threads take the chunks of a span
   static_assert(DOWN % 8 == 0, "the swizzle repeats every 8 rows");
-  const int chunk = threadIdx.x % ACROSS, first = threadIdx.x / ACROSS;
+  const unsigned thread = opaque(threadIdx.x);  // else a thread's addresses of every tile occupy registers over the whole loop
+  const int chunk = thread % ACROSS, first = thread / ACROSS;
   char* const target = tile.at(first, chunk);
   const T* line = source + first * stride + chunk * 8;
 #pragma unroll
@@ -75,12 +76,9 @@ FG_FN void load_tile(TILE& tile, const T* source, long long stride, int rows) {
         const int left = VALID_COLUMNS - (across + chunk) * 8;
         const int valid = VALID_COLUMNS >= (across + ACROSS) * 8 || left > 8 ? 8 : left < 0 ? 0 : left;
         const int count = row < rows ? valid : 0;
-        const T* const from = count ? line + across * 8 : source;
-        if constexpr (ALIGNED) {
-          copy_async_16(shared_address(target + i * DOWN * TILE::PITCH + across * 16), from, count * 2);
-        } else {
-          load_chunk(target + i * DOWN * TILE::PITCH + across * 16, from, count);
-        }
+        char* const to = target + i * DOWN * TILE::PITCH + across * 16;
+        if constexpr (ALIGNED) copy_async_16(shared_address(to), line + across * 8, count * 2);
+        else load_chunk(to, line + across * 8, count);
       }
     }
     line += DOWN * stride;

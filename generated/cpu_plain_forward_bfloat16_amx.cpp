@@ -1,0 +1,259 @@
+// Attention forward written by flashgen: cpu, bfloat16, head dims 64/64, family cpu.
+// No mask: every tile is full.
+
+// Flash attention forward in bfloat16 on AMX tile registers: one task per (batch item, head, tile of BLOCK_Q query rows), keys in tiles of BLOCK_KV.
+//
+// Everything is transposed: lanes run along the query rows, so that maxima and sums over keys are plain vector operations.
+//   S^T[key][lane] = K Q^T     O^T[d][lane] += V^T P^T
+// Left factors are rows of K where they lie, and V^T, transposed once per kv head in blocks of 32 keys; right factors are Q^T and P^T as pairs of neighbours
+// along the depth. P is rounded to bfloat16, its sums are those of the unrounded weights. While vectors exponentiate one tile of scores, the tile
+// registers compute the next: both streams of instructions are interleaved by 32 keys, close enough for the processor to run them together.
+// b, h: batch item, query head (kv head h / GROUP). q_first, k_first: first row and key of a tile, k_first a multiple of 32; lane: row - q_first;
+// n: key - k_first. count: keys of a tile that exist; room: count rounded up to 32. Nothing past a length is read.
+#include "fg/base.h"
+
+using real = float;        // scores, statistics, captured floats
+using T = fg::bf16;  // q, k, v, out
+
+constexpr int HEAD_DIM_QK = 64;
+constexpr int HEAD_DIM_V = 64;
+constexpr int GROUP = 1;  // query heads per kv head
+constexpr int AMX = 1;
+constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 32;
+
+#include "fg/interval.h"
+#include "fg/math.h"
+#include "fg/cpu/vector.h"
+#include "fg/cpu/product.h"
+#include "fg/cpu/softmax.h"
+#include "fg/cpu/tile.h"
+#include "fg/cpu/parallel.h"
+#include "fg/cpu/amx_pack.h"
+#include "fg/cpu/amx_softmax.h"
+
+struct Params {
+  const T* q;
+  const T* k;
+  const T* v;
+  T* out;
+  real* lse;
+  long long q_stride_b;
+  long long q_stride_h;
+  long long q_stride_l;
+  long long k_stride_b;
+  long long k_stride_h;
+  long long k_stride_l;
+  long long v_stride_b;
+  long long v_stride_h;
+  long long v_stride_l;
+  long long out_stride_b;
+  long long out_stride_h;
+  long long out_stride_l;
+  long long lse_stride_b;
+  long long lse_stride_h;
+  int batch;
+  int heads;
+  int kv_heads;
+  int q_len;
+  int kv_len;
+  float scale;
+};
+
+struct Lens { int q_len, kv_len; };
+struct Item { long long q_start, k_start; Lens lens; };  // rows of a batch item within its tensors, and its lengths
+
+FG_FN Item item(const Params& p, int b) {
+  return Item{0, 0, Lens{p.q_len, p.kv_len}};
+}
+
+// The variant: what depends on the head alone, on the row, on the key, and the rest per score.
+struct Uniform {
+  Lens lens;
+  int b, h;
+};
+
+struct Row {
+};
+
+struct Col {
+};
+
+FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
+  Uniform u;
+  u.lens = lens;
+  u.b = b;
+  u.h = h;
+  return u;
+}
+
+FG_FN Row row(const Params& p, const Uniform& u, int q) {
+  Row r{};
+  return r;
+}
+
+FG_FN Col col(const Params& p, const Uniform& u, int k) {
+  Col c{};
+  return c;
+}
+
+// keys that rows q_first..q_last can see
+FG_FN fg::Range kv_range(const Params& p, const Uniform& u, int q_first, int q_last) {
+  return fg::Range{0, u.lens.kv_len};
+}
+
+// rows that keys k_first..k_last can be seen by
+FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_last) {
+  return fg::Range{0, u.lens.q_len};
+}
+
+namespace {
+
+using namespace fg;
+
+constexpr int VECTORS = BLOCK_Q / WIDTH;
+static_assert(BLOCK_Q == 32 && BLOCK_KV % 32 == 0, "products are made of two by two tile registers");
+constexpr int DEPTH_QK = round_up(HEAD_DIM_QK, 32), DEPTH_V = round_up(HEAD_DIM_V, 32);
+constexpr bool KEYS_IN_PLACE = HEAD_DIM_QK == DEPTH_QK;  // else rows are copied to be padded with zeros
+
+struct Scratch {
+  alignas(64) unsigned query[DEPTH_QK / 2 * BLOCK_Q];    // pairs of Q^T
+  alignas(64) float scores[2][BLOCK_KV * BLOCK_Q];       // S^T of this tile of keys and of the next
+  alignas(64) unsigned weights[BLOCK_KV / 2 * BLOCK_Q];  // pairs of P^T
+  alignas(64) float out[DEPTH_V * BLOCK_Q];              // O^T, not yet divided by the sum of weights
+  alignas(64) bf16 key[BLOCK_KV * DEPTH_QK];
+};
+
+struct Task {
+  const Params& params;
+  const Uniform uniform;
+  const Item at;
+  int b, h, q_first, rows;  // rows: query rows of the tile that exist
+  const bf16* values;       // V^T of the kv head, [key / 32][DEPTH_V][32]
+};
+
+struct KeyTile {
+  int k_first, count, room, kind;
+  const bf16* key;  // its rows, `room` of them
+  long long key_stride;
+};
+
+// The first tile with a visible key among those that begin at k_first and later.
+FG_FN bool find_tile(const Task& task, Range seen, int k_first, Scratch& scratch, KeyTile& tile) {
+  const Params& p = task.params;
+  if (k_first >= seen.end) return false;
+  tile.k_first = k_first;
+  tile.count = int_min(BLOCK_KV, seen.end - k_first);
+  tile.room = round_up(tile.count, 32);
+  tile.key = p.k + task.b * p.k_stride_b + task.h / GROUP * p.k_stride_h + (task.at.k_start + k_first) * p.k_stride_l;
+  tile.key_stride = p.k_stride_l;
+  if (!KEYS_IN_PLACE || k_first + tile.room > task.at.lens.kv_len) {
+    pack_rows<HEAD_DIM_QK, DEPTH_QK>(tile.key, tile.key_stride, tile.count, tile.room, scratch.key);
+    tile.key = scratch.key;
+    tile.key_stride = DEPTH_QK;
+  }
+  return true;
+}
+
+FG_FN void score_block(const KeyTile& tile, int n, const Scratch& scratch, float* scores) {
+  tile_scores<DEPTH_QK, BLOCK_Q>(tile.key + n * tile.key_stride, tile.key_stride, scratch.query, scores + n * BLOCK_Q);
+}
+
+// The softmax and O^T of one tile of rows. exact: masked products are left out one by one.
+FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTORS>& softmax) {
+  const Params& p = task.params;
+  const float factor = p.scale * (float)LOG2E;  // scores stay without their scale until the exponential
+  softmax.reset();
+  for (int i = 0; i < DEPTH_V * VECTORS; ++i) store(scratch.out + i * WIDTH, vec{});
+  const Range seen = kv_range(p, task.uniform, task.q_first, task.q_first + task.rows - 1);
+  KeyTile tile{}, next{};
+  bool more = find_tile(task, seen, seen.begin & ~31, scratch, tile);
+  for (int n = 0; more && n < tile.room; n += 32) score_block(tile, n, scratch, scratch.scores[0]);
+
+  for (int turn = 0; more; turn ^= 1, tile = next) {
+    float* const scores = scratch.scores[turn];
+    for (int i = tile.count * VECTORS; i < tile.room * VECTORS; ++i) store(scores + i * WIDTH, broadcast(-infinity<float>()));
+    raise_reference<DEPTH_V>(softmax, scores, tile.room, factor, scratch.out);
+
+    more = find_tile(task, seen, tile.k_first + BLOCK_KV, scratch, next);
+    for (int n = 0; n < BLOCK_KV; n += 32) {
+      if (more && n < next.room) score_block(next, n, scratch, scratch.scores[turn ^ 1]);
+      if (n < tile.room) weigh_pairs(softmax, scores + n * BLOCK_Q, factor, scratch.weights + n / 2 * BLOCK_Q);
+    }
+    tile_accumulate<DEPTH_V, BLOCK_Q>(task.values + (long long)tile.k_first * DEPTH_V, tile.room, scratch.weights, scratch.out);
+  }
+}
+
+// Divides by the sum of weights and stores the tile's rows of out, lse and the largest scores.
+FG_FN void finish(const Task& task, const Scratch& scratch, const Softmax<VECTORS>& softmax) {
+  const Params& p = task.params;
+  const real* const total = (const real*)softmax.total;
+  real factor[BLOCK_Q];
+  const real* const reference = (const real*)softmax.reference;
+  const long long statistics = task.b * p.lse_stride_b + task.h * p.lse_stride_h + task.at.q_start + task.q_first;
+  for (int lane = 0; lane < task.rows; ++lane) {
+    const bool empty = total[lane] == 0;
+    factor[lane] = empty ? real(0) : 1 / total[lane];
+    p.lse[statistics + lane] = empty ? -infinity<real>() : reference[lane] * real(LN2) + fg::log(total[lane]);
+  }
+  T* const out = p.out + task.b * p.out_stride_b + task.h * p.out_stride_h + (task.at.q_start + task.q_first) * p.out_stride_l;
+  store_transposed<HEAD_DIM_V, BLOCK_Q>(scratch.out, factor, task.rows, out, p.out_stride_l);
+}
+
+void run(const Task& task, Scratch& scratch) {
+  const Params& p = task.params;
+  const bf16* const query = p.q + task.b * p.q_stride_b + task.h * p.q_stride_h + (task.at.q_start + task.q_first) * p.q_stride_l;
+  pack_columns<HEAD_DIM_QK, DEPTH_QK, BLOCK_Q>(query, p.q_stride_l, task.rows, scratch.query);
+  Softmax<VECTORS> softmax;
+  attend(task, false, scratch, softmax);
+  finish(task, scratch, softmax);
+}
+
+// Where V^T of a batch item begins, in blocks of 32 keys.
+long long first_block(const Params& p, int b) {
+  return b * ((p.kv_len + 31ll) / 32);
+}
+
+}  // namespace
+
+// Returns 0, 1 if memory for V^T ran out, or 2 if the system denies the tile registers. `threads` is the number of OpenMP threads to use.
+extern "C" int fg_forward(const Params* p, int threads) {
+  if (!tiles_allowed()) return 2;
+  const long long blocks = first_block(*p, p->batch), heads = (long long)p->batch * p->kv_heads;
+  const Buffer buffer((blocks * p->kv_heads * 32 * DEPTH_V + 1) / 2);
+  if (!buffer.data) return 1;
+  bf16* const values = (bf16*)buffer.data;  // [kv head][block][DEPTH_V][32]
+  const int q_tiles = (p->q_len + BLOCK_Q - 1) / BLOCK_Q;
+  const long long tasks = (long long)p->batch * p->heads * q_tiles;
+  const int turn = tasks_per_turn(tasks, threads);
+  const int slices = heads < 8 * threads ? 16 : 1;  // of the keys of a head, for the transposition of V
+  const int slices_per_turn = tasks_per_turn(heads * slices, threads);
+#pragma omp parallel num_threads(threads) if (tasks > 1)
+  {
+    static thread_local Scratch storage;
+    Scratch& scratch = in_register(storage);
+    const FlushSubnormals flush;
+    const TileSession session;
+#pragma omp for schedule(dynamic, slices_per_turn)
+    for (long long i = 0; i < heads * slices; ++i) {
+      const int b = (int)(i / slices / p->kv_heads), kv_head = (int)(i / slices % p->kv_heads), slice = (int)(i % slices);
+      const Item at = item(*p, b);
+      const bf16* const source = p->v + b * p->v_stride_b + kv_head * p->v_stride_h + at.k_start * p->v_stride_l;
+      bf16* const target = values + (kv_head * blocks + first_block(*p, b)) * 32 * DEPTH_V;
+      const int in_use = (at.lens.kv_len + 31) / 32;
+      for (int block = in_use * slice / slices; block < in_use * (slice + 1) / slices; ++block) {
+        pack_transposed<HEAD_DIM_V, DEPTH_V>(source + block * 32 * p->v_stride_l, p->v_stride_l, int_min(32, at.lens.kv_len - block * 32), target + (long long)block * 32 * DEPTH_V);
+      }
+    }
+#pragma omp for schedule(dynamic, turn)
+    for (long long i = 0; i < tasks; ++i) {
+      // Last tiles first: under a causal mask they are the longest.
+      const int b = (int)(i / ((long long)p->heads * q_tiles)), h = (int)(i / q_tiles % p->heads), q_first = (int)(q_tiles - 1 - i % q_tiles) * BLOCK_Q;
+      const Item at = item(*p, b);
+      if (q_first >= at.lens.q_len) continue;
+      const bf16* const head_values = values + (h / GROUP * blocks + first_block(*p, b)) * 32 * DEPTH_V;
+      run(Task{*p, uniform(*p, at.lens, b, h), at, b, h, q_first, int_min(BLOCK_Q, at.lens.q_len - q_first), head_values}, scratch);
+    }
+  }
+  return 0;
+}
