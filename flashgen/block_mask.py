@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import language as lang
 from .errors import VariantError
 from .kernel import _resolve
 from .reference import evaluate
-from .variant import Mask, Variant
+from .variant import Variant, as_mask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # what block lists say of a block
 CHUNK = 1 << 24  # elements of a mask that are evaluated at once, where one asks for its blocks
@@ -83,7 +82,9 @@ class BlockMask:
     """A mask function with the shape ``(B, H, Q_LEN, KV_LEN)`` it is meant for; B and H of 1 serve any number."""
 
     def __init__(self, mask_mod: Callable[..., Any], shape: tuple[int, int, int, int], block: tuple[int, int] = (128, 128), device: Any = None):
-        self.mask_mod, self.shape, self.BLOCK_SIZE, self.device = Mask(mask_mod) if not isinstance(mask_mod, Mask) else mask_mod, shape, block, device
+        if not torch.compiler.is_compiling():
+            as_mask(mask_mod)  # raises where it is no function of four arguments
+        self.mask_mod, self.shape, self.BLOCK_SIZE, self.device = mask_mod, shape, block, device
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -222,7 +223,7 @@ def _scattered(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     return torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device).scatter(-1, place, 1)[..., :columns]
 
 
-def _listed(block_mask: Any, table: Tensor) -> Mask:
+def _listed(block_mask: Any, table: Tensor) -> Callable[..., Any]:
     """The mask that keeps to the lists."""
     (block_q, block_k), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
     one_b, one_h = table.shape[0] == 1, table.shape[1] == 1
@@ -231,7 +232,7 @@ def _listed(block_mask: Any, table: Tensor) -> Mask:
         said = table[0 if one_b else b, 0 if one_h else h, q_idx // block_q, kv_idx // block_k]
         return (said == FULL) | ((said == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
 
-    return Mask(visible, "block lists")
+    return visible
 
 
 def _agree(block_mask: Any, table: Tensor) -> bool:

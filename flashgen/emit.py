@@ -77,7 +77,7 @@ def emit(spec: Spec) -> Source:
     }  # fmt: skip
     text = _environment().get_template(family.templates[problem.which]).render(context)
     text = _spaced(_opening(spec) + text)
-    entries = tuple(re.findall(r'extern "C"[^;{]*?\b(\w+)\s*\(', text))
+    entries = tuple(re.findall(r"\b(\w+)\(const (?:__grid_constant__ )?Params\b(?![^;{]*;)", text[text.find('extern "C"') :]))
     name = f"{plan.family}_{problem.which}_{sha256(text.encode()).hexdigest()[:8]}"
     return Source(text, "cuda" if spec.target.kind == "cuda" else "c++", include_closure(text), entries, name)
 

@@ -6,6 +6,7 @@ bound N^2 d^2 / M elements per head (Dao et al. 2022, theorem 2), and the standa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ class Shape:
     kv_heads: int
     q_len: int
     kv_len: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, heads {self.heads}/{self.kv_heads}, lengths {self.q_len}/{self.kv_len}"
 
     @staticmethod
     def of(q: Any, k: Any) -> Shape:
@@ -82,12 +86,13 @@ def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, famil
     facts = analyze(form)
     name, passed = families.choose(problem, target, family)
     ranked = pipeline.ranked(form, problem, target, name, forced)
-    best = ranked[0]
+    chosen = pipeline.planned(form, problem, target, family, forced)
+    best = next((c for c in ranked if c.plan == chosen), ranked[0])
     lines = [
         f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {shape}"
     ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
-    lines += ["", "Proved", *(f"  {s}" for s in facts.sentences)]
+    lines += ["", "Proved", *(f"  {_with_values(s, numbers)}" for s in facts.sentences)]
     tiles = census(form, best.plan, shape, numbers)
     lines += [
         f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
@@ -99,6 +104,11 @@ def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, famil
     lines += _rejections(ranked)
     lines += ["", "Predicted", *_prediction(problem, target, shape, best.plan, tiles)]
     return "\n".join(lines)
+
+
+def _with_values(sentence: str, numbers: Traced) -> str:
+    """Captured numbers by their present values instead of the names that the emitted text gives them."""
+    return re.sub(r"\bint_(\d+)\b", lambda m: str(numbers.ints[int(m[1])]), sentence)
 
 
 def _rejections(ranked: list[Candidate]) -> list[str]:

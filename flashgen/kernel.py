@@ -233,7 +233,7 @@ class Kernel:
         return q.device.type if hasattr(q, "device") else "cpu"
 
     def _choose(self, form: Any, problem: Problem, target: Target) -> Plan:
-        return pipeline.choose_plan(form, problem, target, self.family, dict(self.forced) if self.forced else None)
+        return pipeline.planned(form, problem, target, self.family, dict(self.forced) if self.forced else None)
 
     def _describe(self, which: str, q: Any, k: Any, v: Any, call: dict[str, Any]) -> tuple[Any, Problem, Target]:
         """Form, Problem and Target that a call with these arguments has; no tensors: a bfloat16 problem of DEFAULT_LENGTH."""

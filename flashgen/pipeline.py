@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import abi, build, cache, families, settings
-from .errors import CompileError
+from .errors import CompileError, FlashgenError
 from .form import Form
 from .plan import Plan
 from .problem import Problem
@@ -58,17 +58,33 @@ def choose_plan(form: Form, problem: Problem, target: Target, family: str | None
     return plan(analyze(form), problem, target, name, forced)
 
 
+def _index_key(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> str:
+    return cache.digest(form.text, problem, target, family, dict(forced or {}), cache.package_digest(), build.compiler_version(target))
+
+
+def planned(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> Plan:
+    """The plan that a call runs with: the one that was built (its build may have refused the first choice), else the first choice."""
+    try:
+        entry = cache.current().get_index(_index_key(form, problem, target, family, forced))
+    except FlashgenError:  # no compiler here: planning needs none
+        entry = None
+    return choose_plan(form, problem, target, family, forced) if entry is None else _entry_plan(entry, problem)
+
+
+def _entry_plan(entry: Mapping[str, Any], problem: Problem) -> Plan:
+    return Plan(entry["family"], problem.which, tuple((n, v) for n, v in entry["fields"]))
+
+
 def prepare(form: Form, problem: Problem, target: Target, *, family: str | None = None, forced: Mapping[str, int] | None = None) -> Executable:
     """Plan, emit and build one pass, or find it in the cache."""
     store = cache.current()
     use_index = settings.override() is None and settings.dump() is None
-    key = cache.digest(form.text, problem, target, family, dict(forced or {}), cache.package_digest(), build.compiler_version(target))
+    key = _index_key(form, problem, target, family, forced)
     entry = store.get_index(key) if use_index else None
     if entry is not None:
         binary = store.get_binary(entry["binary"])
         if binary is not None:
-            plan = Plan(entry["family"], problem.which, tuple((n, v) for n, v in entry["fields"]))
-            return _executable(form, problem, target, plan, binary)
+            return _executable(form, problem, target, _entry_plan(entry, problem), binary)
     plan, binary_key, binary = _compile_first_clean(form, problem, target, family, forced)
     store.put_index(key, {"binary": binary_key, "family": plan.family, "fields": [list(f) for f in plan.fields]})
     return _executable(form, problem, target, plan, binary)
