@@ -4,17 +4,19 @@
 """
 
 from .catalogue import (
-    alibi, bias, block_sparse, causal, causal_top_left, chunked, dilated, document, from_dense, global_tokens, neighborhood, padding, prefix_lm,
-    relative_bias, sliding_window, softcap, t5_bias,
+    alibi, bias, block_sparse, butterfly, causal, causal_top_left, chunked, dilated, document, from_dense, global_tokens, local_global, neighborhood, padding,
+    prefix_lm, relative_bias, sliding_window, softcap, t5_bias,
 )  # fmt: skip
 from .errors import CompileError, DeviceError, DtypeError, FlashgenError, ShapeError, VariantError
+from .flex import AuxOutput, AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks
 from .kernel import Aux, Kernel, compile
 from .language import input, kv_len, q_len
 from .variant import Mask, Score, Variant, mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Aux", "CompileError", "DeviceError", "DtypeError", "FlashgenError", "Kernel", "Mask", "Score", "ShapeError", "Variant", "VariantError",
-    "alibi", "bias", "block_sparse", "causal", "causal_top_left", "chunked", "compile", "dilated", "document", "from_dense", "global_tokens", "input",
-    "kv_len", "mask", "neighborhood", "padding", "prefix_lm", "q_len", "relative_bias", "score", "sliding_window", "softcap", "t5_bias",
+    "Aux", "AuxOutput", "AuxRequest", "BlockMask", "CompileError", "DeviceError", "DtypeError", "FlashgenError", "Kernel", "Mask", "Score", "ShapeError",
+    "Variant", "VariantError", "alibi", "and_masks", "bias", "block_sparse", "butterfly", "causal", "causal_top_left", "chunked", "compile",
+    "create_block_mask", "dilated", "document", "flex_attention", "from_dense", "global_tokens", "input", "kv_len", "local_global", "mask", "neighborhood",
+    "or_masks", "padding", "prefix_lm", "q_len", "relative_bias", "score", "sliding_window", "softcap", "t5_bias",
 ]  # fmt: skip

@@ -74,8 +74,8 @@ def create_block_mask(
     and printing only. The other arguments are taken for compatibility and mean nothing here. Raises VariantError.
     """
     del _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    return BlockMask(mask_mod, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN), block, device)
+    block_q, block_kv = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    return BlockMask(mask_mod, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN), (block_q, block_kv), device)
 
 
 class BlockMask:
@@ -118,7 +118,7 @@ class BlockMask:
         dense = self.to_dense().float()
         most = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         rows, columns = (max(1, n if m == -1 else -(-n // m)) if m != -1 else 1 for n, m in zip(dense.shape[2:], most))
-        pictures = []
+        pictures: list[str] = []
         for b, h in itertools.product(*map(range, dense.shape[:2])):
             if len(pictures) == limit:
                 pictures.append("...\nto_string(limit=N) prints more.")
@@ -162,9 +162,9 @@ def blocks_of(mask_mod: Any, shape: tuple[int, int, int, int], block: tuple[int,
         if form.mask >= 0:
             seen &= evaluate(form, form.mask, fixed | {"q": axis(2, end - start, start)}, captures, traced.floats, traced.ints, torch.float32)
         rows = -(-(end - start) // block_q)
-        padding = (0, columns * block_k - kv_len, 0, rows * block_q - (end - start))
-        view = (b, h, rows, block_q, columns, block_k)
-        yield first, torch.nn.functional.pad(seen, padding).view(view).any(5).any(3), torch.nn.functional.pad(seen, padding, value=True).view(view).all(5).all(3)
+        padding, view = (0, columns * block_k - kv_len, 0, rows * block_q - (end - start)), (b, h, rows, block_q, columns, block_k)
+        padded = lambda value: torch.nn.functional.pad(seen, padding, value=value).view(view)  # noqa: E731, B023 - used at once
+        yield first, padded(False).any(5).any(3), padded(True).all(5).all(3)
 
 
 # ---- torch's BlockMask

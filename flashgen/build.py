@@ -22,7 +22,7 @@ from typing import Any
 
 from . import settings
 from .cache import Cache, current, digest
-from .errors import CompileError, numbered
+from .errors import CompileError, FlashgenError, numbered
 from .source import Binary, EntryReport, Report, Source
 from .target import Target
 
@@ -93,11 +93,15 @@ def _narrate(source: Source, target: Target, report: Report) -> None:
 def _dump(source: Source, binary: Binary) -> None:
     """FLASHGEN_DUMP: source, headers, log and bytes as files."""
     folder = settings.dump()
-    if folder is not None:
+    if folder is None:
+        return
+    try:
         for name, text in ((source.file_name, source.text), (f"{source.name}.log", binary.report.log), *source.headers):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
         (folder / f"{source.name}.{binary.kind}").write_bytes(binary.data)
+    except OSError as error:
+        raise FlashgenError(f"FLASHGEN_DUMP={str(folder)!r} cannot be written ({error}). Correct or unset it.") from error
 
 
 def parse_log(log: str) -> Report:
@@ -195,10 +199,14 @@ def _build_cuda(source: Source, target: Target, flags: tuple[str, ...]) -> tuple
 def host_compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: $CXX (words allowed, as in "ccache g++"), else g++, else clang++."""
     wanted = settings.compiler()
-    for command in (shlex.split(wanted),) if wanted else (["g++"], ["clang++"]):
+    try:
+        words = shlex.split(wanted) if wanted else []
+    except ValueError as error:
+        raise CompileError(f"CXX={wanted!r} is no command ({error}). Correct or unset it.") from None
+    for command in (words,) if words else (["g++"], ["clang++"]):
         path = shutil.which(command[0])
         if path:
-            return (path, *command[1:])
+            return (os.path.abspath(path), *command[1:])  # compilers run in a folder of their own
     tried = f"CXX={wanted!r} is not an executable file" if wanted else "neither g++ nor clang++ is on PATH and CXX is not set"
     remedy = "Install one (Debian: apt-get install g++; macOS: xcode-select --install) or set CXX."
     raise CompileError(f"building CPU kernels needs a C++17 compiler: {tried}. {remedy}")
@@ -243,6 +251,8 @@ def _build_host(source: Source, target: Target, flags: tuple[str, ...]) -> tuple
                 run = _run([*command, *(option for option in options if option not in missing)], folder)
         if run.returncode:
             raise _error(f"{' '.join(command)} rejected {source.file_name} (C++17 is needed: g++ 9, clang++ 9 or later).", run.stderr, source)
+        if not (Path(folder) / "kernel.so").is_file():
+            raise CompileError(f"{' '.join(command)} ended without an error and wrote nothing: is it a C++ compiler? Correct or unset CXX.", run.stderr)
         return (Path(folder) / "kernel.so").read_bytes(), run.stderr
 
 

@@ -162,7 +162,6 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
         "kv_heads": sizes.kv_heads,
         "q_len": sizes.q_len,
         "kv_len": sizes.kv_len,
-        "scale": c.scale,
     }
     for name, t in tensors.items():
         values |= _strides(name, t)
@@ -170,8 +169,9 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
     for n, t in enumerate(c.captures):
         for d in range(t.dim()):
             values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
-    largest = torch.finfo(stat.dtype).max  # a captured number beyond float32 is an infinity there, as in torch
-    values |= {f"float_{n}": x if -largest <= x <= largest else math.copysign(math.inf, x) for n, x in enumerate(c.floats)}
+    largest = torch.finfo(stat.dtype).max  # a number beyond float32 is an infinity there, as in torch
+    fit = lambda x: x if -largest <= x <= largest else math.copysign(math.inf, x)  # noqa: E731
+    values |= {"scale": fit(c.scale), **{f"float_{n}": fit(x) for n, x in enumerate(c.floats)}}
     values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
     return values
 
@@ -196,7 +196,8 @@ def _key(text: str, c: Call, tensors: dict[str, Tensor], *static: Any) -> tuple:
     shapes = tuple((t.shape, t.stride()) for t in (*tensors.values(), *c.captures))
     sequences = c.cu_seqlens_q is None or c.cu_seqlens_q.shape[0]
     given = (c.sink is None, c.seqlens_k is None, sequences)
-    return (text, shapes, c.q.dtype, c.q.device, given, c.scale, c.max_q, c.max_k, *c.floats, None, *c.ints, *static)
+    floats = [x if x else str(x) for x in c.floats]  # 0.0 and -0.0 are equal, and are two numbers
+    return (text, shapes, c.q.dtype, c.q.device, given, c.scale, c.max_q, c.max_k, *floats, None, *c.ints, *static)
 
 
 def _bind(key: tuple, make: Callable[[], Bound]) -> Bound:
@@ -216,16 +217,24 @@ def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
     )  # fmt: skip
 
 
+def stored(t: Tensor) -> Tensor:
+    """A tensor whose memory holds its values: torch also has views that negate what they read, and zeros without memory."""
+    if t.is_neg():
+        return t.resolve_neg()
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t
+
+
 def prepared(c: Call) -> Call:
     """Rows adjacent, the sink and the integer tensors as the kernels read them, no capture without an element."""
     plain = c.sink is None and c.seqlens_k is None and c.cu_seqlens_q is None and not c.captures
-    if plain and c.q.stride(-1) == c.k.stride(-1) == c.v.stride(-1) == 1:
+    q, k, v = stored(c.q), stored(c.k), stored(c.v)
+    if plain and q is c.q and k is c.k and v is c.v and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return c
     real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
-    integers = {n: t.contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
-    captures = [t if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
-    sink = None if c.sink is None else c.sink.detach().to(real).contiguous()
-    return c._replace(q=_rows(c.q), k=_rows(c.k), v=_rows(c.v), sink=sink, captures=captures, **integers)
+    integers = {n: stored(t).contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
+    captures = [stored(t) if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
+    sink = None if c.sink is None else stored(c.sink.detach()).to(real).contiguous()
+    return c._replace(q=_rows(q), k=_rows(k), v=_rows(v), sink=sink, captures=captures, **integers)
 
 
 def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -299,8 +308,8 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
             t.zero_()
     if lse.numel() == 0:
         return dq, dk, dv, delta, grads
-    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(b.dout), **gradients}
-    dlse = None if b.dlse is None else b.dlse.to(lse.dtype).contiguous()
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(stored(b.dout)), **gradients}
+    dlse = None if b.dlse is None else stored(b.dlse).to(lse.dtype).contiguous()
     addresses = _addresses(c, tensors)
     addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
     if dlse is not None:

@@ -50,6 +50,16 @@ class Capture:
         self.consumed = True
         return self.shape
 
+    def fits(self, t: Any) -> bool:
+        """Whether the trace holds for this tensor: a captured one can change under its name (``module.half()``, ``parameter.data = ...``)."""
+        if STORAGE.get(dtype_name(t.dtype)) != self.type or t.dim() != self.ndim:
+            return False
+        if self.consumed or self.expect is not None:
+            for now, then in zip(t.shape, self.shape or t.shape):
+                if now != then and (self.consumed or 1 in (now, then)):
+                    return False
+        return True
+
     def __getstate__(self) -> dict:
         state = dict(self.__dict__)
         if self.recipe is not None:
@@ -60,12 +70,20 @@ class Capture:
 class Tracer(threading.local):
     """What one trace has captured so far."""
 
-    captures: dict[int, Capture] | None = None  # by id of the tensor or Input
-    alive: list | None = None  # those objects, so that their ids stay theirs
+    captures: list[tuple[Any, Capture]] | None = None  # each with its tensor or Input
     inputs: dict[str, Any] | None = None
+    read = False  # whether Python consumed the value of a tensor, which may differ at the next call
 
 
 tracer = Tracer()
+
+
+def known(x: Any) -> Capture | None:
+    """The capture of a tensor or Input that this trace has met. Compared by ``is``: Dynamo knows no id of an intermediate tensor."""
+    for held, capture in tracer.captures or []:
+        if held is x:
+            return capture
+    return None
 
 
 def is_tensor(x: Any) -> bool:

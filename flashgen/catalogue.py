@@ -39,9 +39,12 @@ def _integer(x: Any, what: str, least: int) -> int:
 
 
 def _real(x: Any, what: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(float(x)):
-        raise VariantError(f"{what}={x!r}: a finite number is wanted.")
-    return float(x)
+    try:
+        if not isinstance(x, bool) and isinstance(x, numbers.Real) and math.isfinite(float(x)):
+            return float(x)
+    except OverflowError:  # an integer beyond any float
+        pass
+    raise VariantError(f"{what}={x!r}: a finite number is wanted.")
 
 
 def _broadcast_load(tensor: Any, indices: tuple) -> Any:
@@ -61,6 +64,7 @@ causal_top_left = Mask(lambda b, h, q, k: k <= q, "causal_top_left")
 def sliding_window(left: int = -1, right: int = -1) -> Mask:
     """q + off - left <= k <= q + off + right, both ends inclusive; -1 leaves an end open. The sizes are run-time values."""
     left, right = _integer(left, "sliding_window(left)", -1), _integer(right, "sliding_window(right)", -1)
+    left, right = (-1 if n >= 2**31 else n for n in (left, right))  # wider than any length
 
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         low = k >= q + _offset - left if left >= 0 else True
@@ -126,9 +130,15 @@ def neighborhood(shape: Sequence[int], window: Any, dilation: Any = 1) -> Mask:
     window and dilation: an int or one per axis; window <= shape / dilation. With dilation, neighbours share the query's residue class
     (Hassani et al. 2023, "Dilated Neighborhood Attention Transformer").
     """
-    grid = tuple(_integer(n, "neighborhood(shape)", 1) for n in ([shape] if isinstance(shape, numbers.Integral) else shape))
-    per_axis = lambda x, what: tuple(_integer(n, what, 1) for n in ((x,) * len(grid) if isinstance(x, numbers.Integral) else x))  # noqa: E731
-    windows, dilations = per_axis(window, "neighborhood(window)"), per_axis(dilation, "neighborhood(dilation)")
+
+    def per_axis(x: Any, what: str, axes: int) -> tuple:
+        values = x if isinstance(x, (tuple, list)) else (x,) * axes
+        if not values:
+            raise VariantError(f"{what}={x!r}: a grid of at least one axis is wanted.")
+        return tuple(_integer(n, what, 1) for n in values)
+
+    grid = per_axis(shape, "neighborhood(shape)", 1)
+    windows, dilations = per_axis(window, "neighborhood(window)", len(grid)), per_axis(dilation, "neighborhood(dilation)", len(grid))
     if len(windows) != len(grid) or len(dilations) != len(grid):
         raise VariantError(f"neighborhood: shape has {len(grid)} axes, window {len(windows)}, dilation {len(dilations)}; give one value or one per axis.")
     for n, w, d in zip(grid, windows, dilations):
@@ -172,6 +182,37 @@ def block_sparse(blocks: Any, block_size: int) -> Mask:
         return loaded
 
     return Mask(visible, f"block_sparse({size})")
+
+
+def butterfly(blocks: int, *, stride: int | None = None, device: Any = None) -> Any:
+    """Blocks of the flat butterfly, for ``block_sparse``: bool ``(blocks, blocks)``, block (i, j) present iff i == j or i ^ j is a power of two
+    below ``stride`` (None: all of them). 1 + log2(stride) blocks a row.
+
+    The sum of butterfly factors up to the stride (Chen et al. 2022, "Pixelated Butterfly", section 3.2), which block-sparse FlashAttention uses
+    (Dao et al. 2022, section 3.3). Example: ``block_sparse(butterfly(64), 128) & causal`` for a length of 8192.
+    """
+    import torch
+
+    n, limit = _integer(blocks, "butterfly(blocks)", 0), None if stride is None else _integer(stride, "butterfly(stride)", 1)
+    place = torch.arange(n, device=device)
+    apart = place[:, None] ^ place
+    present = (apart & (apart - 1)) == 0  # zero too
+    return present if limit is None else present & (apart < limit)
+
+
+def local_global(blocks: int, *, window: int = 1, first: int = 1, device: Any = None) -> Any:
+    """Blocks of a local and global pattern, for ``block_sparse``: bool ``(blocks, blocks)``, block (i, j) present iff |i - j| <= window,
+    or i or j is among the ``first`` blocks, which see and are seen by all.
+
+    Sparse Transformer, Longformer and BigBird without its random blocks (Beltagy et al. 2020; Zaheer et al. 2020); the second pattern that block-sparse
+    FlashAttention names. Example: ``block_sparse(local_global(64, window=2), 128)``.
+    """
+    import torch
+
+    n, reach = _integer(blocks, "local_global(blocks)", 0), _integer(window, "local_global(window)", 0)
+    chosen = torch.arange(n, device=device) < _integer(first, "local_global(first)", 0)
+    place = torch.arange(n, device=device)
+    return ((place[:, None] - place).abs() <= reach) | chosen[:, None] | chosen
 
 
 def from_dense(mask: Any) -> Mask:

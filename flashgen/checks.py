@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from . import settings
 from .errors import DeviceError, DtypeError, ShapeError, VariantError
 from .language import Capture, dtype_name
@@ -21,10 +23,7 @@ AUX = ("lse", "max_scores")
 def tensors(variant: Variant, kind: str, named: Mapping[str, Any], ndim: int, layout: str) -> None:
     """q, k, v: rank, dtype, device, head dims. ``kind`` is "cpu" or "cuda", what the kernel is built for."""
     for name, t in named.items():
-        if not hasattr(t, "data_ptr"):
-            raise VariantError(f"{name} is a {type(t).__name__}: torch tensors are wanted.")
-        if t.is_nested:
-            raise VariantError(f"{name} is a nested tensor: pass packed tensors to kernel.varlen with cu_seqlens.")
+        tensor(name, t)
         if t.dim() != ndim:
             raise ShapeError(f"{name} has shape {tuple(t.shape)}: {ndim} dimensions are wanted, {layout}.")
     q, k, v = named.values()
@@ -44,6 +43,16 @@ def tensors(variant: Variant, kind: str, named: Mapping[str, Any], ndim: int, la
             raise ShapeError(f"head_dim={d}: the limit is 1..{MAX_HEAD_DIM} (value dim split by columns) on cpu and sm80, 256 on sm90. Split the heads.")
     if variant.head_dim is not None and dims != variant.head_dim:
         raise ShapeError(f"the variant is for head_dim (qk, v) = {variant.head_dim}, the tensors have {dims}: use Variant(head_dim=None) or matching tensors.")
+
+
+def tensor(name: str, t: Any) -> None:
+    """A torch tensor with ordinary strided storage."""
+    if not hasattr(t, "data_ptr"):
+        raise VariantError(f"{name} is a {type(t).__name__}: torch tensors are wanted.")
+    if t.is_nested:
+        raise VariantError(f"{name} is a nested tensor: pass packed tensors to kernel.varlen with cu_seqlens.")
+    if str(t.layout) != "torch.strided":
+        raise VariantError(f"{name} has the layout {str(t.layout)[6:]}: dense, strided tensors are wanted; convert it with .to_dense().")
 
 
 def heads(q_heads: int, k_heads: int, v_heads: int) -> None:
@@ -76,11 +85,23 @@ def packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
         if cu.shape[0] < 1:
             raise ShapeError(f"{name} is empty: it holds N + 1 offsets, the first 0.")
         if readable(cu):
-            values = cu.tolist()
-            if values[0] != 0 or any(b < a for a, b in pairwise(values)) or values[-1] > rows:
-                raise ShapeError(f"{name} = {_short(values)}: offsets start at 0, never fall, and end within the tensor's {rows} rows.")
+            offsets(name, cu, rows)
     if cu_q.shape != cu_k.shape:
         raise ShapeError(f"cu_seqlens_q holds {cu_q.shape[0] - 1} sequences and cu_seqlens_k {cu_k.shape[0] - 1}: they must be equal.")
+
+
+def offsets(name: str, cu: Any, rows: int) -> None:
+    values = cu.tolist()
+    if values[0] != 0 or any(b < a for a, b in pairwise(values)) or values[-1] > rows:
+        raise ShapeError(f"{name} = {_short(values)}: offsets start at 0, never fall, and end within the tensor's {rows} rows.")
+
+
+def longest(name: str, cu: Any, given: int | None) -> int:
+    """The longest sequence's length; ``given`` must reach it."""
+    real = int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
+    if given is not None and given < real:
+        raise ShapeError(f"{name}={given}: the longest sequence has {real} rows.")
+    return real
 
 
 def int32_vector(name: str, t: Any, device: Any, length: int | None = None) -> None:
@@ -96,7 +117,12 @@ def int32_vector(name: str, t: Any, device: Any, length: int | None = None) -> N
 
 def seqlens(t: Any, batch: int, kv_len: int, device: Any) -> None:
     int32_vector("seqlens_k", t, device, batch)
-    if readable(t) and t.numel():
+    if readable(t):
+        used_lengths(t, kv_len)
+
+
+def used_lengths(t: Any, kv_len: int) -> None:
+    if t.numel():
         low, high = int(t.min()), int(t.max())
         if low < 0 or high > kv_len:
             raise ShapeError(f"seqlens_k holds {low if low < 0 else high}: each must lie in 0..{kv_len}, the length of k.")
@@ -143,14 +169,13 @@ def given_inputs(wanted: Mapping[str, int], inputs: Any) -> dict[str, Any]:
     inputs = {} if inputs is None else inputs
     if not isinstance(inputs, Mapping):
         raise VariantError(f"inputs is a {type(inputs).__name__}: a dict from names to tensors is wanted.")
-    missing, extra = sorted(set(wanted) - set(inputs)), sorted(set(inputs) - set(wanted))
+    missing, extra = sorted(set(wanted) - set(inputs)), sorted(map(str, set(inputs) - set(wanted)))
     if missing or extra:
         lack = f"missing: {', '.join(missing)}. " if missing else ""
         more = f"not of this variant: {', '.join(extra)}. " if extra else ""
         raise VariantError(f"inputs: {lack}{more}The variant names {', '.join(sorted(wanted)) or 'none'} with flashgen.input.")
     for name, t in inputs.items():
-        if not hasattr(t, "data_ptr"):
-            raise VariantError(f"inputs[{name!r}] is a {type(t).__name__}: a torch tensor is wanted.")
+        tensor(f"inputs[{name!r}]", t)
         if t.dim() != wanted[name]:
             raise ShapeError(f"inputs[{name!r}] has shape {tuple(t.shape)}: flashgen.input said ndim={wanted[name]}.")
     return dict(inputs)
@@ -159,6 +184,7 @@ def given_inputs(wanted: Mapping[str, int], inputs: Any) -> dict[str, Any]:
 def captures(specs: Sequence[Capture], given: Sequence[Any], sizes: Mapping[str, int], device: Any) -> None:
     """Devices, and the shapes that the catalogue knows: ``sizes`` are B, H, Q and K of this call."""
     for spec, t in zip(specs, given):
+        tensor("a captured tensor", t)
         what = f"captured tensor {spec.name!r}" if spec.name else f"a captured tensor of shape {tuple(t.shape)}"
         if t.device != device and not (t.dim() == 0 and t.device.type == "cpu"):
             raise DeviceError(f"{what} is on {t.device}, q on {device}: move it (it is read at each call).")
@@ -189,7 +215,9 @@ def _wanted(wanted: str | int, sizes: Mapping[str, int]) -> str:
 
 
 def readable(t: Any) -> bool:
-    """Values on the CPU are always checked; those on a GPU only when debugging, since reading them synchronises."""
+    """Values on the CPU are always checked, in torch.compile's graph by the operator; those on a GPU only when debugging: reading them synchronises."""
+    if torch.compiler.is_compiling():
+        return False
     return t.device.type == "cpu" or (t.device.type == "cuda" and settings.debug() >= 1)
 
 

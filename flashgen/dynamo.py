@@ -7,17 +7,23 @@ The text of the Form is made from constants, outside of what is inlined.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from . import language as lang
 from .capture import tracer
-from .expression import Operand, call_named
+from .expression import OPERATORS, Operand, call_named
 from .form import linearise
-from .variant import Score, _condition
+from .variant import Mask, Score, _condition
+
+
+def constant(function: Any) -> Any:
+    """``torch.compiler.assume_constant_result``, which imports torch._dynamo (seconds, and sympy), reduced to the mark that it sets."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 class Inlined(NamedTuple):
@@ -30,7 +36,48 @@ class Inlined(NamedTuple):
     score_slots: tuple[int, ...]
 
 
-@torch.compiler.assume_constant_result
+def _pairwise(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def fold(*args: Any) -> Any:
+        total = args[0]
+        for a in args[1:]:
+            total = function(total, a)
+        return total
+
+    return fold
+
+
+_RULES: dict[Any, Callable[..., Any]] = {min: _pairwise(lang.minimum), max: _pairwise(lang.maximum)} | {
+    getattr(operator, name): OPERATORS[f"__{name}__"] for name in ("invert", "lt", "le", "gt", "ge", "eq", "ne")
+}
+
+
+@constant
+def _teach() -> None:
+    """Dynamo (torch 2.13) has no rule for ``~``, ``min`` and ``max`` of an object, nor for its comparison with an integer that has become symbolic:
+    give it ours, for traced values alone. Where Dynamo has changed so that this fails, those few are refused as before."""
+    try:
+        from torch._dynamo.variables.builder import SourcelessBuilder
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+        usual = BuiltinVariable.call_function
+    except (ImportError, AttributeError):
+        return
+    if getattr(usual, "_knows_flashgen", False):
+        return
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not kwargs and len(args) <= 2 and self.fn in _RULES:
+            found = [a.realize() if hasattr(a, "realize") else a for a in args]
+            if any(isinstance(a, UserDefinedObjectVariable) and isinstance(a.value, Operand) for a in found):
+                return SourcelessBuilder.create(tx, _RULES[self.fn]).call_function(tx, found, {})
+        return usual(self, tx, args, kwargs)
+
+    call_function._knows_flashgen = True  # type: ignore[attr-defined]
+    BuiltinVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+@constant
 def _name(function: Any) -> str:
     return getattr(function, "__name__", str(function))
 
@@ -51,13 +98,14 @@ def inlined(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -
     """Trace a score and a mask function where Dynamo is compiling."""
     if isinstance(score, Score) and score.mask is not None:
         mask = score.mask if mask is None else score.mask & mask
+    _teach()
     # set, never read from outside: a read would become a guard on this state, which the graph's own end changes
-    tracer.captures, tracer.alive, tracer.inputs = {}, [], {}
+    tracer.captures, tracer.inputs = [], {}
     try:
         s = None if score is None else lang.cast(_traced(score, (lang.S, lang.B, lang.H, lang.Q, lang.K), "score"), lang.REAL)
         m = None if mask is None else _condition(_traced(mask, (lang.B, lang.H, lang.Q, lang.K), "mask"))
     finally:
-        tracer.captures, tracer.alive, tracer.inputs = None, None, None
+        tracer.captures, tracer.inputs = None, None
     graph = _Graph([], [], [], [])
     place: dict[int, int] = {}
     roots = (-1 if s is None else _flatten(s, graph, place), -1 if m is None else _flatten(m, graph, place))
@@ -66,6 +114,8 @@ def inlined(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -
 
 
 def _traced(function: Callable[..., Any], leaves: tuple, what: str) -> lang.Expr:
+    if isinstance(function, (Mask, Score)):
+        function = function.function  # Dynamo of torch 2.11 asks a callable object for its truth value
     with _Symbols():
         result = function(*leaves)
         return lang.returned(result, what)
@@ -104,12 +154,14 @@ def _flatten(root: lang.Expr, graph: _Graph, place: dict[int, int]) -> int:
             numbers = graph.floats if e.kind in lang.FLOATS else graph.ints
             data = len(numbers)
             numbers.append(e.data)
+        elif e.op == "const" and e.kind in (lang.INT, lang.LONG):
+            data = range(e.data, e.data + 1)[0]  # an integer that has become symbolic is static here: a range makes Dynamo read it
         place[id(e)] = len(graph.nodes)
         graph.nodes.append((e.op, e.kind, tuple([place[id(a)] for a in e.args]), data))
     return place[id(root)]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _form(nodes: tuple, roots: tuple[int, int], specs: tuple) -> tuple[str, tuple[int, ...]]:
     """The canonical text and the score's slots of a graph: equal to what a trace outside of ``torch.compile`` gives."""
     captures = []

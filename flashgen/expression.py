@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .capture import BOOL, INT, LONG, SINGLE, STORAGE, Capture, is_tensor, tracer
+from .capture import BOOL, INT, LONG, SINGLE, STORAGE, Capture, is_tensor, known, tracer
 from .errors import DtypeError, FlashgenError, VariantError
 
 MAX_UNROLLED = 256  # longest trailing dimension of a partly indexed tensor that is unrolled into a sum
@@ -35,20 +35,19 @@ def as_captured(x: Any, expect: tuple | None = None) -> Indexed:
     """The indexable proxy of a captured tensor or Input inside a trace."""
     if isinstance(x, Indexed):
         return x
-    if tracer.captures is None or tracer.inputs is None or tracer.alive is None:
+    if tracer.captures is None or tracer.inputs is None:
         raise VariantError("captured tensors can be indexed only inside a score or mask function that flashgen traces.")
-    capture = tracer.captures.get(id(x))
+    capture = known(x)
     if capture is None:
         if isinstance(x, Input):
             # two Inputs of one name are one tensor
-            capture = next((c for c in tracer.captures.values() if c.name == x.name), None)
+            capture = next((c for _, c in tracer.captures if c.name == x.name), None)
             capture = capture or Capture(tracer.inputs.get(x.name), name=x.name, ndim=x.ndim, expect=expect)
             if capture.ndim != x.ndim:
                 raise VariantError(f"flashgen.input({x.name!r}, ndim={x.ndim}): the tensor has {capture.ndim} dimensions.")
         else:
             capture = Capture(x, expect=expect)
-        tracer.captures[id(x)] = capture
-        tracer.alive.append(x)
+        tracer.captures.append((x, capture))
     if capture.dtype not in STORAGE:
         raise DtypeError(f"captured tensor of dtype {capture.dtype}: supported are {', '.join(STORAGE)}. Convert it before capturing.")
     return Indexed(capture, (None,) * capture.ndim)
@@ -86,6 +85,9 @@ class Operand:
     __setitem__ = _refuse("a traced value cannot be assigned into: score and mask functions are pure. Use torch.where.")
     __array__ = __array_function__ = _refuse("numpy on a traced value: use the torch function of the same name.")
     __matmul__ = __rmatmul__ = _refuse("@ on a traced value: scores are computed one by one; write (a * b).sum(-1) over a short dimension.")
+
+    def __format__(self, specification: str) -> str:
+        return repr(self)  # print while tracing, whatever the precision asked for
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = _NUMPY_OPERATORS.get(ufunc.__name__)
@@ -295,9 +297,13 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         value = int(x)
         if not -(2**63) <= value < 2**63:
             raise VariantError(f"the integer {value} does not fit 64 bits.")
-        return const(value) if static else Expr("number", const(value).kind, (), value)
+        # a large number is an int64 one, so that an index plus a number never wraps around
+        return const(value) if static else Expr("number", INT if abs(value) < 2**30 else LONG, (), value)
     if isinstance(x, numbers.Real):
-        real = float(x)
+        try:
+            real = float(x)
+        except OverflowError:
+            raise VariantError("a number beyond the range of float64 in a score or mask function.") from None
         return const(real) if static or not -math.inf < real < math.inf else Expr("number", SINGLE, (), real)
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
@@ -308,6 +314,8 @@ def cast(x: Expr, kind: str) -> Expr:
     if x.op in ("number", "const") and not (x.op == "number" and kind == BOOL):
         if kind in (INT, LONG) and not math.isfinite(x.data):
             raise VariantError(f"{x.data} cannot be converted to an integer.")
+        if kind == INT and not -(2**31) <= x.data < 2**31:
+            raise VariantError(f"{x.data} does not fit an int32.")
         convert: Callable[[Any], Any] = {BOOL: bool, INT: int, LONG: int}.get(kind, float)
         return Expr(x.op, kind, (), convert(x.data))
     return Expr("cast", kind, (x,))

@@ -71,7 +71,7 @@ def flex_attention(
         trace, given = closures.traced(score_mod, mask)  # type: ignore[assignment]
         form = trace.form.text  # type: ignore[attr-defined]
     captures = _resolve(tuple(trace.captures), given, q.device)
-    checks.captures(trace.captures, captures, {}, q.device)
+    checks.captures(trace.captures, captures, {"B": q.shape[0], "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else scale
     call = Call(q, k, v, None, None, None, None, captures, list(trace.floats), list(trace.ints), factor, q.shape[2], k.shape[2])
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -81,16 +81,20 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=1024)
+@dynamo.constant
 def _handle(form: str, max_scores: bool, learned: bool) -> str:
+    return _handle_text(form, max_scores, learned)
+
+
+@lru_cache(maxsize=1024)
+def _handle_text(form: str, max_scores: bool, learned: bool) -> str:
     return Handle(form, "dense", True, max_scores, learned).text
 
 
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@dynamo.constant
 def _warn_options(names: tuple[str, ...]) -> None:
     if not _warned:
         _warned.add("kernel_options")

@@ -7,8 +7,8 @@ Equal forms are equal programs: only values of captures and run-time numbers may
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -70,6 +70,10 @@ class Form:
             tuple(Node(op, kind, tuple(args), _decode(data)) for op, kind, args, data in nodes),
             score, mask, tuple(CaptureSpec(d, n) for d, n in captures), floats, tuple(ints), sink,
         )  # fmt: skip
+
+    def with_dtypes(self, dtypes: Sequence[str]) -> Form:
+        """The same program on captures stored as ``dtypes``."""
+        return replace(self, captures=tuple(CaptureSpec(dtype, c.ndim) for dtype, c in zip(dtypes, self.captures)))
 
     def reachable(self, root: int) -> set[int]:
         """The nodes that ``root`` needs, itself included."""

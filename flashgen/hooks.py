@@ -145,7 +145,7 @@ def _range(form: Form, axis: str) -> list[str]:
     bounds = ranges.axis_bounds(form, axis)
     if bounds == ranges.UNBOUNDED:
         return [f"return fg::Range{{0, {length}}};"]
-    spans = PrintedSpans(_TILE)
+    spans = PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"})
     total = ranges.axis_span(bounds, Evaluator(form, spans), spans)
     return [*spans.lines, f"return fg::range_within({total}, {length});"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from .form import Form
@@ -16,6 +17,10 @@ from .language import BOOL, FLOATS, INT, LONG
 FAR = 1 << 61
 SCAN_LIMIT = 4096
 EXACT = 1 << 24  # integers beyond round when they become floats
+
+
+INT_LEAST, INT_MOST = -(1 << 31), (1 << 31) - 1
+INDEX_MOST = (1 << 30) - 1  # of indices, lengths and captured int32 numbers: two of them add up without wrapping
 
 
 class Spans(Protocol):
@@ -39,8 +44,9 @@ _ORDER = {"le": ("truth_le", False), "lt": ("truth_lt", False), "ge": ("truth_le
 class Evaluator:
     """Spans of the nodes of a form, computed once each."""
 
-    def __init__(self, form: Form, spans: Spans):
+    def __init__(self, form: Form, spans: Spans, wraps: frozenset[int] | None = None):
         self.form, self.spans, self.known = form, spans, {}  # type: ignore[var-annotated]
+        self.wraps = may_wrap(form) if wraps is None else wraps
 
     def span(self, i: int) -> Any:
         todo = [i]  # a stack of its own: long chains of | would exhaust Python's
@@ -51,7 +57,8 @@ class Evaluator:
                 todo.extend(reversed(unknown))
             else:
                 if j not in self.known:
-                    self.known[j] = self._evaluate(j)
+                    found = self._evaluate(j)
+                    self.known[j] = self.spans.call("span_int", found) if j in self.wraps and self.form.nodes[j].type == INT else found
                 todo.pop()
         return self.known[i]
 
@@ -173,6 +180,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "span_abs": lambda a: a if a[0] >= 0 else (_neg(a) if a[1] <= 0 else (0, max(-a[0], a[1]))),
     "span_minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])), "span_maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "span_of": lambda a: (int(a[0]), int(a[1])), "span_unknown": lambda: (-FAR, FAR),
+    "span_int": lambda a: a if a[0] >= INT_LEAST and a[1] <= INT_MOST else (-FAR, FAR), "span_guard": lambda a, b: (-FAR, FAR) if _is_far(b) else a,
     "span_where": lambda c, a, b: a if c[0] else (b if not c[1] else (min(a[0], b[0]), max(a[1], b[1]))),
     "truth_and": lambda a, b: (a[0] and b[0], a[1] and b[1]), "truth_or": lambda a, b: (a[0] or b[0], a[1] or b[1]),
     "truth_not": lambda a: (not a[1], not a[0]),
@@ -232,7 +240,7 @@ class PrintedSpans:
         return self._seen[expression]
 
     def integer(self, value: int) -> str:
-        return f"fg::Span{{{value}, {value}}}"
+        return f"fg::Span{{{_clip(value)}, {_clip(value)}}}"
 
     def real(self, value: float) -> str:
         if math.isinf(value):
@@ -243,6 +251,8 @@ class PrintedSpans:
         return self.names[op]
 
     def number(self, slot: int, kind: str) -> str:
+        if kind == LONG:
+            return self.call("span_near", f"fg::Span{{p.int_{slot}, p.int_{slot}}}")
         return f"fg::real_of(double(p.float_{slot}))" if kind in FLOATS else f"fg::Span{{p.int_{slot}, p.int_{slot}}}"
 
     def load(self, slot: int, kind: str, indices: Sequence[str]) -> str:
@@ -251,6 +261,49 @@ class PrintedSpans:
 
     def call(self, function: str, *args: Any) -> str:
         return self._keep(f"fg::{function}({', '.join(args)})")
+
+
+_STORED = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1), "int32": (INT_LEAST, INT_MOST)}
+
+
+class _Anywhere(NumberSpans):
+    """The backend of all tiles at once: whatever indices, numbers and captured tensors hold."""
+
+    def __init__(self, form: Form):
+        self.form = form
+
+    def leaf(self, op: str) -> tuple:
+        return (0, INDEX_MOST)
+
+    def number(self, slot: int, kind: str) -> tuple:
+        return (-math.inf, math.inf, True) if kind in FLOATS else ((-INDEX_MOST, INDEX_MOST) if kind == INT else (-FAR, FAR))
+
+    def load(self, slot: int, kind: str, indices: Sequence[tuple]) -> tuple:
+        return _STORED.get(self.form.captures[slot].dtype, (-FAR, FAR))
+
+
+def _is_last_row(form: Form, i: int) -> bool:
+    """q + (kv_len - q_len), which ends within kv_len."""
+    node = form.nodes[i]
+    ops = {form.nodes[a].op: a for a in node.args}
+    return node.op == "add" and set(ops) == {"q", "sub"} and [form.nodes[a].op for a in form.nodes[ops["sub"]].args] == ["kv_len", "q_len"]
+
+
+@lru_cache(maxsize=256)
+def may_wrap(form: Form) -> frozenset[int]:
+    """Integer nodes that leave their type for some values, as a product of two indices does: the kernel's arithmetic wraps around there."""
+    everywhere = Evaluator(form, _Anywhere(form), frozenset())
+    found = set()
+    for i, node in enumerate(form.nodes):
+        if node.type not in (INT, LONG) or not (node.op in _INTEGER or node.op == "cast"):
+            continue
+        lo, hi = everywhere.span(i)
+        if _is_last_row(form, i):
+            everywhere.known[i] = (-INDEX_MOST, INDEX_MOST)
+        elif _is_far((lo, hi)) or (node.type == INT and (lo < INT_LEAST or hi > INT_MOST)):
+            found.add(i)
+            everywhere.known[i] = (INT_LEAST, INT_MOST) if node.type == INT else (-FAR, FAR)
+    return frozenset(found)
 
 
 def tile_truth(form: Form, spans: Spans) -> Any:

@@ -6,17 +6,18 @@ Example: ``kernel = flashgen.compile(Variant(mask=causal)); out = kernel(q, k, v
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import calls, checks, explain, families, ops, pipeline, settings
+from . import calls, checks, dynamo, explain, families, ops, pipeline, settings
 from . import target as targets
 from .calls import Backward, Call, Handle
 from .errors import ShapeError, VariantError
-from .form import Traced
-from .language import Capture
+from .form import Form, Traced
+from .language import Capture, dtype_name
 from .plan import Plan, size_class
 from .problem import Problem
 from .source import Binary
@@ -64,13 +65,14 @@ class Kernel:
             )
         target = target if target is not None else settings.target()
         if target is not None:
-            targets.parse(target)
+            targets.parse(target if isinstance(target, str) else repr(target))
         known = [name for names in families.KNOWN.values() for name in names]
         if family is not None and family not in known:
             raise VariantError(f"family={family!r}: the families are {', '.join(known)}.")
         if tune:
             raise VariantError("tune=True: the autotuner is not available in this version; leave tune at None.")
-        if plan is not None and not all(isinstance(n, str) and isinstance(v, int) and not isinstance(v, bool) for n, v in plan.items()):
+        integers = plan is None or (isinstance(plan, Mapping) and all(isinstance(n, str) and type(v) is int for n, v in plan.items()))
+        if not integers:
             raise VariantError(f"plan={plan!r}: a dict from Plan field names to integers.")
         self.variant, self.target, self.family, self.deterministic = variant, target, family, deterministic
         self.forced = None if plan is None else tuple(sorted(plan.items()))
@@ -80,7 +82,7 @@ class Kernel:
             for max_scores in (False, True):  # made ahead, so that a traced call only looks them up
                 for layout in ("dense", "varlen"):
                     for out_low in (False, True):
-                        self._handle(self._traced({}), layout, max_scores, out_low)
+                        self._handle(variant.plain.form.text, layout, max_scores, out_low)
 
     # ---- calls
 
@@ -148,20 +150,32 @@ class Kernel:
     # ---- inside
 
     def _traced(self, inputs: Mapping[str, Tensor]) -> Traced:
-        return self.variant.trace(dict(inputs)) if self.variant.inputs else self.variant.plain
+        variant = self.variant
+        return variant.trace(dict(inputs)) if variant.inputs or variant.volatile else variant.plain
 
-    def _handle(self, traced: Traced, layout: str, max_scores: bool, out_low: bool) -> str:
-        key = (traced.form.text, layout, max_scores, out_low) if self.variant.inputs else (layout, max_scores, out_low)
-        if key not in self._handles:
-            self._handles[key] = Handle(traced.form.text, layout, True, max_scores, out_low, self.target, self.family, self.forced).text
-        return self._handles[key]
+    def _handle(self, form: str, layout: str, max_scores: bool, out_low: bool) -> str:
+        found = self._handles.get((form, layout, max_scores, out_low))
+        if found is None:
+            found = _handle_text(form, layout, max_scores, out_low, self.target, self.family, self.forced)
+            self._handles[(form, layout, max_scores, out_low)] = found
+        return found
+
+    def _captured(self, traced: Traced, given: Mapping[str, Tensor], device: torch.device) -> tuple[Traced, list[Tensor]]:
+        """The captures as they are now, and a trace that fits them."""
+        captures = _resolve(traced.captures, given, device)
+        for capture, t in zip(traced.captures, captures):
+            if not capture.fits(t):
+                traced = self.variant.renewed(dict(given))
+                return traced, _resolve(traced.captures, given, device)
+        return traced, captures
 
     def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, *, layout: str) -> tuple[Call, Traced]:
         q, k, v = _autocast(q, k, v)
         plain = sink is None and seqlens_k is None and not inputs and not dropout_p and seed is None and layout == "bhld"
         seen = None
         if plain and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not torch.compiler.is_compiling():
-            seen = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+            if not (q.is_nested or k.is_nested or v.is_nested):
+                seen = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.layout, k.layout, v.layout)
             if seen in self._checked:
                 traced = self.variant.plain
                 return Call(q, k, v, None, None, None, None, [], list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
@@ -183,10 +197,11 @@ class Kernel:
         if seqlens_k is not None:
             checks.seqlens(seqlens_k, batch, k.shape[2], q.device)
         checks.sink(self.variant, sink, q.shape[1], q.device)
-        traced = self._traced(given)
-        captures = _resolve(traced.captures, given, q.device)
+        traced, captures = self._captured(self._traced(given), given, q.device)
         checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
-        if seen is not None and not traced.captures and not self.variant.inputs and not self.variant.sink and k.shape[0] == seen[1][0]:
+        if seen is not None and not traced.captures and not self.variant.inputs and not self.variant.volatile and not self.variant.sink and k.shape[0] == seen[1][0]:
+            if len(self._checked) >= calls.MAX_BOUND:
+                self._checked.clear()
             self._checked.add(seen)
         return Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
 
@@ -203,23 +218,18 @@ class Kernel:
         for name, given_max, cu, rows in (("max_seqlen_q", max_q, cu_q, q.shape[0]), ("max_seqlen_k", max_k, cu_k, k.shape[0])):
             if given_max is not None and (isinstance(given_max, bool) or not isinstance(given_max, int) or given_max < 0):
                 raise VariantError(f"{name}={given_max!r}: a non-negative integer or None.")
-            longest = rows if given_max is None else min(given_max, rows)
-            if checks.readable(cu):
-                real = int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
-                if given_max is not None and given_max < real:
-                    raise ShapeError(f"{name}={given_max}: the longest sequence has {real} rows.")
-                longest = real
-            lengths.append(longest)
-        traced = self._traced(given)
+            bound = rows if given_max is None else min(given_max, rows)
+            lengths.append(checks.longest(name, cu, given_max) if checks.readable(cu) else bound)
+        traced, captures = self._captured(self._traced(given), given, q.device)
         for capture in traced.captures:
             if {"Q", "K"} & {x for x in capture.expect or () if isinstance(x, str)}:
                 raise ShapeError("from_dense and a bias with query or key dimensions do not fit packed sequences: use a function of b, q_idx and kv_idx.")
-        captures = _resolve(traced.captures, given, q.device)
         checks.captures(traced.captures, captures, {"B": cu_q.shape[0] - 1, "H": q.shape[1], "Q": lengths[0], "K": lengths[1]}, q.device)
         return Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1]), traced
 
     def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.attend(call, traced.score_slots, lambda learned: self._handle(traced, layout, max_scores, learned), self._is_deterministic())
+        form = _form_text(traced, call.captures)
+        return ops.attend(call, traced.score_slots, lambda learned: self._handle(form, layout, max_scores, learned), self._is_deterministic())
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
@@ -228,9 +238,9 @@ class Kernel:
         return float(q.shape[-1]) ** -0.5 if self.variant.scale is None else self.variant.scale
 
     def _kind(self, q: Any) -> str:
-        if hasattr(q, "device") and q.device.type not in ("cpu", "cuda"):
+        if isinstance(q, Tensor) and q.device.type not in ("cpu", "cuda"):
             raise checks.DeviceError(f"q is on {q.device}: CPU and CUDA tensors are supported.")
-        return q.device.type if hasattr(q, "device") else "cpu"
+        return q.device.type if isinstance(q, Tensor) else "cpu"
 
     def _choose(self, form: Any, problem: Problem, target: Target) -> Plan:
         return pipeline.planned(form, problem, target, self.family, dict(self.forced) if self.forced else None)
@@ -265,11 +275,12 @@ class Kernel:
             made, traced = self._dense(q, k, v, first[0], *common, layout=layout)
         target = targets.parse(self.target) if self.target else calls.resolve_target(None, made.q.device)
         learned = any(made.captures[n].requires_grad for n in traced.score_slots)
-        handle = Handle(traced.form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
+        form = Form.parse(_form_text(traced, made.captures))
+        handle = Handle(form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
         made = calls.prepared(made)
         aligned = calls.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
         if which == "forward":
-            return traced.form, calls.forward_problem(handle, made, aligned), target
+            return form, calls.forward_problem(handle, made, aligned), target
         wants = [t.requires_grad for t in (q, k, v)]
         slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]
         wants = wants if any(wants) or slots_list else [True] * 3
@@ -283,7 +294,7 @@ class Kernel:
             slots_list,
             self._is_deterministic(),
         )
-        return traced.form, calls.backward_problem(handle, made, backward, aligned), target
+        return form, calls.backward_problem(handle, made, backward, aligned), target
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()
@@ -292,9 +303,34 @@ class Kernel:
         return f"Kernel({self.variant!r}, target={self.target!r})"
 
 
+@dynamo.constant
+def _handle_text(form: str, layout: str, max_scores: bool, out_low: bool, target: str | None, family: str | None, forced: tuple | None) -> str:
+    return Handle(form, layout, True, max_scores, out_low, target, family, forced).text
+
+
+def _form_text(traced: Traced, captures: list[Tensor]) -> str:
+    """The form's text for captures stored as they are now: another floating dtype (``module.half()``) is another kernel, not another trace."""
+    if not captures:
+        return traced.form.text
+    dtypes = tuple([dtype_name(t.dtype) for t in captures])
+    return traced.form.text if dtypes == tuple([c.dtype for c in traced.captures]) else _with_dtypes(traced.form.text, dtypes)
+
+
+@dynamo.constant
+def _with_dtypes(form: str, dtypes: tuple[str, ...]) -> str:
+    return _with_dtypes_text(form, dtypes)
+
+
+@lru_cache(maxsize=1024)
+def _with_dtypes_text(form: str, dtypes: tuple[str, ...]) -> str:
+    return Form.parse(form).with_dtypes(dtypes).text
+
+
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under autocast, q, k and v take its dtype (float64 stays); captured tensors keep theirs."""
-    if not (hasattr(q, "device") and torch.is_autocast_enabled(q.device.type)):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return q, k, v  # the checks tell
+    if q.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))

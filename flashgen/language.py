@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import functions  # noqa: F401 - completes FUNCTIONS
-from .capture import BOOL, FLOATS, INT, LONG, REAL, SINGLE, STORAGE, Capture, dtype_name, is_tensor, tracer
+from .capture import BOOL, FLOATS, INT, LONG, REAL, SINGLE, STORAGE, Capture, dtype_name, is_tensor, known, tracer
 from .errors import VariantError
 from .expression import FUNCTIONS, Expr, Input, Operand, Vector, as_captured, call_torch, cast, const, input, is_in_place, wrap
 from .operations import ROUNDING, UNARY_REAL, absolute, clamp, logical_and, logical_not, logical_or, lower, maximum, minimum, to, truth, where
 
 B, H, Q, K, S = Expr("b", INT), Expr("h", INT), Expr("q", INT), Expr("k", INT), Expr("s", REAL)
 q_len, kv_len, heads = Expr("q_len", INT), Expr("kv_len", INT), Expr("heads", INT)
+
+# with these Python consumes the value of a tensor, which is then part of the trace
+HOST_READS = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 _builtin_lock = threading.RLock()
 
@@ -57,16 +60,15 @@ def _known(x: Any) -> Any:
     """Arguments of a recipe: tensors that were themselves derived stand as their Capture."""
     if isinstance(x, (tuple, list)) and type(x) in (tuple, list):
         return type(x)(map(_known, x))
-    return (tracer.captures or {}).get(id(x), x) if is_tensor(x) else x
+    return (known(x) or x) if is_tensor(x) else x
 
 
 def _remember(result: Any, recipe: tuple) -> None:
     from torch import Tensor
 
     if isinstance(result, Tensor):
-        if tracer.captures is not None and tracer.alive is not None and id(result) not in tracer.captures:
-            tracer.captures[id(result)] = Capture(result, recipe=recipe)
-            tracer.alive.append(result)
+        if tracer.captures is not None and known(result) is None:
+            tracer.captures.append((result, Capture(result, recipe=recipe)))
     elif isinstance(result, (tuple, list)):
         function, args, kwargs = recipe
         for n, part in enumerate(result):
@@ -90,6 +92,8 @@ def _capture_mode() -> Any:
                 raise VariantError(f"{func.__name__} writes in place: score and mask functions are pure. Prepare the tensor outside the function.")
             if getattr(func, "__name__", "") == "__get__":  # a property such as t.T: its getter cannot be pickled, getattr can
                 func, args, kwargs = getattr, (args[0], func.__self__.__name__), {}
+            if tensors and getattr(func, "__name__", "") in HOST_READS:
+                tracer.read = True
             result = func(*args, **kwargs)
             if tensors and not any(result is a for a in tensors):
                 _remember(result, (func, _known(args), {n: _known(x) for n, x in kwargs.items()}))
@@ -116,14 +120,14 @@ def returned(result: Any, what: str) -> Expr:
 
 
 @contextmanager
-def tracing(inputs: dict[str, Any]) -> Iterator[dict[int, Capture]]:
+def tracing(inputs: dict[str, Any]) -> Iterator[list[tuple[Any, Capture]]]:
     """One trace: captures are shared between its functions; ``inputs`` maps names of flashgen.input to tensors (or nothing, before any call)."""
-    before = (tracer.captures, tracer.alive, tracer.inputs)
-    tracer.captures, tracer.alive, tracer.inputs = {}, [], inputs
+    before = (tracer.captures, tracer.inputs)
+    tracer.captures, tracer.inputs = [], inputs
     try:
         yield tracer.captures
     finally:
-        tracer.captures, tracer.alive, tracer.inputs = before
+        tracer.captures, tracer.inputs = before
 
 
 __all__ = [

@@ -210,6 +210,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 def power(a: Any, b: Any) -> Any:
     if isinstance(b, numbers.Real) and not isinstance(b, bool):
+        wrap(b, static=True)  # refuses what no kernel can hold
         return lifted(lambda x: _power_of(wrap(x), b))(a)
     return lifted(_power_by)(a, b)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from . import checks
 from .calls import Backward, Call, keeps_low, output_like, parse_handle, run_backward, run_forward, statistics_of
 from .errors import VariantError
 
@@ -26,8 +28,21 @@ _library.define(
     "bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def _values_checked(c: Call) -> Call:
+    """What a call under torch.compile could not read when it was traced."""
+    if c.seqlens_k is not None and checks.readable(c.seqlens_k):
+        checks.used_lengths(c.seqlens_k, c.k.shape[2])
+    for name, cu, t, most in (("q", c.cu_seqlens_q, c.q, c.max_q), ("k", c.cu_seqlens_k, c.k, c.max_k)):
+        if cu is not None and checks.readable(cu):
+            checks.offsets(f"cu_seqlens_{name}", cu, t.shape[0])
+            checks.longest(f"max_seqlen_{name}", cu, most)
+    return c
+
+
 for _dispatch in ("CPU", "CUDA"):
-    _library.impl("forward", lambda handle, *a: run_forward(handle, Call(*a)), _dispatch)
+    _library.impl("forward", lambda handle, *a: run_forward(handle, _values_checked(Call(*a))), _dispatch)
     _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _dispatch)
 
 
@@ -67,11 +82,22 @@ def _backward(text: str, call: Call, b: Backward) -> Any:
     return run_backward(text, call, b) if _direct(call.q, b.dout) else torch.ops.flashgen.backward(text, *call, *b)
 
 
+def _refuse_transforms(tensors: list[Tensor]) -> None:
+    """Forward-mode derivatives and torch.func's transforms would get lost at a kernel, or fail deep inside torch."""
+    if torch._C._are_functorch_transforms_active() and any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise VariantError(
+            "torch.func transforms (vmap, grad, jvp ...) of attention are not supported: fold a mapped dimension into the batch, and differentiate "
+            "with torch.autograd.grad, or transform flashgen.reference.reference."
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise VariantError("forward-mode derivatives of attention are not supported: use torch.autograd.grad, or flashgen.reference.reference.")
+
+
 class _Once(torch.autograd.Function):
     """Ties a gradient to all it depends on, so that a second derivative raises flashgen's own error rather than going missing."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *depends: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *depends: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -122,7 +148,7 @@ class Attention(torch.autograd.Function):
             per_slot[n] = g.reshape(captures[n].shape).to(captures[n].dtype) if captures[n].numel() else torch.zeros_like(captures[n])
         result = [*found, *per_slot]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            result = [None if g is None else _Once.apply(g, dout, q, k, v, *captures) for g in result]
+            result = [None if g is None else _Once.apply(g, dout, dlse, q, k, v, sink, *captures) for g in result]
         return (None, None, None, *result)
 
 
@@ -132,6 +158,8 @@ def attend(call: Call, slots: tuple[int, ...], handle: Callable[[bool], str], de
     differentiable = [call.q, call.k, call.v, *(call.captures[n] for n in slots)]
     if call.sink is not None:
         differentiable.append(call.sink)
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(differentiable)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
         return forward(handle(False), call)[:3]
     learned = any(call.captures[n].requires_grad for n in slots)

@@ -118,8 +118,7 @@ class Printer:
             case "and" | "or" | "xor":
                 return self._bits(node)
             case "shl" | "shr":
-                a, b = self.expression(node.args[0], _SHIFT + 1), self.expression(node.args[1], _SHIFT + 1)
-                return f"{a} {'<<' if node.op == 'shl' else '>>'} {b}", _SHIFT
+                return self._call("shift_left" if node.op == "shl" else "shift_right", node)
             case "div":
                 return f"{self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)}", _PRODUCT
             case "floordiv" | "mod" | "truncdiv":

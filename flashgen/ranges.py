@@ -7,11 +7,11 @@ are not used: they gave a wrong answer on an ``Or`` and fail on floor division.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .form import Form
-from .interval import Evaluator, Spans
+from .interval import Evaluator, Spans, may_wrap
 from .language import FLOATS, INT, LONG
 
 _FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
@@ -25,6 +25,7 @@ class Limit:
     terms: tuple[tuple[int, int], ...]  # (coefficient, node)
     constant: int
     divisor: int
+    guards: tuple[int, ...] = ()  # nodes of the comparison that must not wrap around, or there is no limit
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ UNBOUNDED = All()
 
 class _Extractor:
     def __init__(self, form: Form, axis: str):
-        self.form, self.axis = form, axis
+        self.form, self.axis, self.wraps = form, axis, may_wrap(form)
         self.linear: dict[int, Any] = {}
 
     def bounds(self, i: int, positive: bool = True) -> Any:
@@ -68,7 +69,8 @@ class _Extractor:
                     if op == "eq":
                         return UNBOUNDED
                     op = "eq" if op == "ne" else _FLIP[op]
-                return self.compare(op, self.affine(node.args[0]), self.affine(node.args[1]))
+                guards = tuple(sorted(self.wraps & self.form.reachable(i))) if self.wraps else ()
+                return _guarded(self.compare(op, self.affine(node.args[0]), self.affine(node.args[1])), guards)
         return UNBOUNDED
 
     def _operands(self, i: int) -> list[int]:
@@ -171,6 +173,12 @@ class _Extractor:
         return Limit(coefficient > 0, tuple(sorted(terms, key=lambda t: t[1])), constant, abs(coefficient))
 
 
+def _guarded(bounds: Any, guards: tuple[int, ...]) -> Any:
+    if isinstance(bounds, Limit):
+        return replace(bounds, guards=guards)
+    return type(bounds)(tuple(_guarded(p, guards) for p in bounds.parts))
+
+
 def axis_bounds(form: Form, axis: str) -> Any:
     """Bounds of ``axis`` ("k" or "q") that hold wherever the mask is true."""
     return _Extractor(form, axis).bounds(form.mask) if form.mask >= 0 else UNBOUNDED
@@ -179,7 +187,7 @@ def axis_bounds(form: Form, axis: str) -> Any:
 def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
     """The span of the axis inside the bounds, as a handle of the backend; empty when lo > hi."""
     match bounds:
-        case Limit(upper, terms, constant, divisor):
+        case Limit(upper, terms, constant, divisor, guards):
             total = None
             for factor, node in sorted(terms, reverse=True):
                 term = evaluator.as_integer(node)
@@ -192,7 +200,10 @@ def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
                 total = spans.integer(constant) if total is None else spans.call("span_add", total, spans.integer(constant))
             if divisor != 1:
                 total = spans.call("span_floordiv" if upper else "span_ceildiv", total, spans.integer(divisor))
-            return spans.call("span_below" if upper else "span_above", total)
+            total = spans.call("span_below" if upper else "span_above", total)
+            for node in guards:
+                total = spans.call("span_guard", total, evaluator.as_integer(node))
+            return total
         case All(parts):
             total = axis_span(parts[0], evaluator, spans) if parts else spans.call("span_unknown")
             for part in parts[1:]:

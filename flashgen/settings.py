@@ -32,7 +32,10 @@ def _choice(name: str, allowed: tuple[str, ...]) -> str | None:
 
 def _folder(name: str) -> Path | None:
     value = os.environ.get(name, "").strip()
-    return Path(value).expanduser() if value else None
+    try:
+        return Path(value).expanduser() if value else None
+    except RuntimeError as error:  # "~somebody"
+        raise FlashgenError(f"{name}={value!r}: {error} Correct or unset it.") from None
 
 
 def debug() -> int:

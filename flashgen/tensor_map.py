@@ -1,6 +1,7 @@
 """Tensor maps: what a TMA load needs to know of a tensor, encoded by the driver once per address.
 
-TensorMap (a family's record), strides, Sizes -> a function from address to the map's 128 bytes. Example: ``encoder(record, "bfloat16", arguments, sizes)(q.data_ptr())``.
+TensorMap (a family's record), strides, Sizes -> a function from address to the map's 128 bytes.
+Example: ``encoder(record, "bfloat16", arguments, sizes)(q.data_ptr())``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def encoder(wanted: TensorMap, dtype: str, arguments: Mapping[str, Any], sizes: 
         if found is None:
             code, made = driver.cuTensorMapEncodeTiled(kind, 4, address, *layout)
             if code != driver.CUresult.CUDA_SUCCESS:
-                raise DeviceError(f"no tensor map for {wanted.tensor} at {address:#x}: {code.name}; counts {counts}, strides {strides} bytes, box {wanted.box_columns} x {wanted.box_rows}.")
+                box = f"box {wanted.box_columns} x {wanted.box_rows}"
+                raise DeviceError(f"no tensor map for {wanted.tensor} at {address:#x}: {code.name}; counts {counts}, strides {strides} bytes, {box}.")
             if len(known) >= MAX_ADDRESSES:
                 known.clear()
             found = known[address] = ctypes.string_at(made.getPtr(), TENSOR_MAP_BYTES)

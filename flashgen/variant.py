@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import language as lang
+from .capture import tracer
 from .errors import FlashgenError, ShapeError, VariantError
 from .form import Traced, linearise
 
@@ -44,14 +45,14 @@ class Mask:
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.logical_and(self(b, h, q, k), other(b, h, q, k)), f"({self.name} & {other.name})")
+        return Mask(lambda b, h, q, k: lang.logical_and(self.function(b, h, q, k), other.function(b, h, q, k)), f"({self.name} & {other.name})")
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.logical_or(self(b, h, q, k), other(b, h, q, k)), f"({self.name} | {other.name})")
+        return Mask(lambda b, h, q, k: lang.logical_or(self.function(b, h, q, k), other.function(b, h, q, k)), f"({self.name} | {other.name})")
 
     def __invert__(self) -> Mask:
-        return Mask(lambda b, h, q, k: lang.logical_not(self(b, h, q, k)), f"~{self.name}")
+        return Mask(lambda b, h, q, k: lang.logical_not(self.function(b, h, q, k)), f"~{self.name}")
 
     def __rand__(self, other: Any) -> Mask:
         return as_mask(other) & self
@@ -80,7 +81,7 @@ class Score:
         other = as_score(other)
         masks = [m for m in (self.mask, other.mask) if m is not None]
         both = masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
-        return Score(lambda s, b, h, q, k: other(self(s, b, h, q, k), b, h, q, k), f"{self.name} >> {other.name}", both)
+        return Score(lambda s, b, h, q, k: other.function(self.function(s, b, h, q, k), b, h, q, k), f"{self.name} >> {other.name}", both)
 
     def __rrshift__(self, other: Any) -> Score:
         return as_score(other) >> self
@@ -129,6 +130,7 @@ class Variant:
         self._traced: dict[Any, Traced] = {}
         self._sized: tuple[str, ...] = ()  # inputs whose sizes Python consumed
         self.inputs: dict[str, int] = {}  # names of flashgen.input -> ndim
+        self.volatile = False  # whether the functions read values of tensors into Python: they are traced at each call
         try:
             self.plain = self.trace({})
         except VariantError:
@@ -137,12 +139,21 @@ class Variant:
 
     def trace(self, inputs: dict[str, Any]) -> Traced:
         """Form and captures; ``inputs`` are the tensors of this call's ``flashgen.input`` names (their dtypes and sizes of 1 decide the form)."""
-        found = self._traced.get(self._key(inputs))
+        found = None if self.volatile else self._traced.get(self._key(inputs))
         if found is None:
             found = self._trace(inputs)
             if len(self._traced) >= MAX_TRACES:
                 self._traced.clear()
             self._traced[self._key(inputs)] = found
+        return found
+
+    def renewed(self, inputs: dict[str, Any]) -> Traced:
+        """A new trace, since a captured tensor has another type, rank or broadcast pattern than it had; later calls find this one."""
+        if self.mask is None and self.score is None:
+            raise VariantError("a captured tensor changed its dtype or shape after the kernel was pickled or copied: make its Variant anew.")
+        found = self._traced[self._key(inputs)] = self._trace(inputs)
+        if not self.inputs:
+            self.plain = found
         return found
 
     def _key(self, inputs: dict[str, Any]) -> tuple:
@@ -155,6 +166,7 @@ class Variant:
             mask = score.mask if mask is None else mask & score.mask
         s = m = None
         errors = []
+        tracer.read = False
         with lang.tracing(inputs) as captures:
             for what in ("score", "mask"):  # both, so that all inputs are met even if one fails
                 try:
@@ -164,23 +176,24 @@ class Variant:
                         m = _condition(lang.trace(mask, (lang.B, lang.H, lang.Q, lang.K), what="mask"))
                 except FlashgenError as error:
                     errors.append(error)
-        named = [c for c in captures.values() if c.name is not None]
+        named = [c for _, c in captures if c.name is not None]
         self.inputs |= {str(c.name): c.ndim for c in named}
         if errors:
             missing = sorted(str(c.name) for c in named if c.shape is None)
             if missing:
                 raise VariantError(f"{errors[0]} (flashgen.input {', '.join(missing)}: float32 of unknown sizes until given, pass inputs=)") from errors[0]
             raise errors[0]
+        self.volatile |= tracer.read
         self._sized = tuple(sorted({*self._sized, *(str(c.name) for c in named if c.consumed)}))
         traced = linearise(s, m, sink=self.sink)
-        for capture in captures.values():
+        for _, capture in captures:
             if capture.recipe is not None and capture not in traced.captures:
                 capture.tensor = None  # an intermediate: made anew at each call
         return traced
 
     def __getstate__(self) -> dict:
         state = dict(self.__dict__)
-        if not self.inputs:  # traced for good: user functions (lambdas too) need not travel
+        if not self.inputs and not self.volatile:  # traced for good: user functions (lambdas too) need not travel
             state["mask"] = state["score"] = None
         return state
 
@@ -211,9 +224,13 @@ def _head_dims(head_dim: Any) -> tuple[int, int] | None:
 def _scale(scale: Any) -> float | None:
     if scale is None:
         return None
+    if getattr(scale, "requires_grad", False):
+        raise VariantError("scale is a tensor that requires grad: it would get none. Multiply q by it, or multiply the score with it in a score function.")
     try:
+        if isinstance(scale, (str, bytes, bytearray)):
+            raise TypeError
         value = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise VariantError(f"scale={scale!r}: any finite float, or None for head_dim_qk ** -0.5.") from None
     if not math.isfinite(value):
         raise VariantError(f"scale={value}: must be finite.")

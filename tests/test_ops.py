@@ -62,7 +62,7 @@ def test_opcheck():
     kernel = fg.compile(fg.Variant(mask=fg.causal, score=fg.softcap(3.0)))
     call, traced = kernel._dense(*qkv(), None, None, None, 0.0, None, layout="bhld")
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
-    text = kernel._handle(traced, "dense", True, False)
+    text = kernel._handle(traced.form.text, "dense", True, False)
     assert set(opcheck(torch.ops.flashgen.forward.default, (text, *plain)).values()) == {"SUCCESS"}
     out, lse, _, low = ops.run_forward(text, ops.Call(*plain))
     backward = (text, *plain, torch.randn_like(out), torch.randn_like(lse), out, low, lse, [True, False, True], [], False)

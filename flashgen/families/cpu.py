@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEAD_DIM_LIMIT = 576
 VECTORS = (1, 2, 3, 4)  # vectors of query rows in a tile
 KEYS = (8, 32, 64, 96, 128)  # keys in a tile
-AMX_ROWS = 32  # query rows in a tile of the AMX kernels: two tile registers
+AMX_ROWS = {"forward": 32, "backward": 64}  # query rows in a tile of the AMX kernels; a tile register holds 16
 AMX_KEYS = (64, 128)
 AMX_FEATURES = {"amx_tile", "amx_bf16", "avx512dq", "avx512bw", "avx512_bf16"}
 SMALLEST_L2 = 384 * 1024  # assumed where less is reported: the smallest tiles fit it at every head dim
@@ -42,15 +42,15 @@ def _refuse(problem: Problem, target: Target) -> list[str]:
 
 
 def _has_amx(problem: Problem, target: Target) -> bool:
-    """Products on tile registers: bfloat16 forward with enough query rows to fill them."""
-    return problem.dtype == "bfloat16" and problem.which == "forward" and problem.size != "few" and AMX_FEATURES <= set(target.features)
+    """Products on tile registers: bfloat16 with enough query rows to fill them."""
+    return problem.dtype == "bfloat16" and problem.size != "few" and AMX_FEATURES <= set(target.features)
 
 
 def _lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     width = _width(problem, target)
     points = [{"amx": 0, "block_q": vectors * width, "block_kv": keys} for vectors in VECTORS for keys in KEYS]
     if _has_amx(problem, target):
-        points = [{"amx": 1, "block_q": AMX_ROWS, "block_kv": keys} for keys in AMX_KEYS] + points
+        points = [{"amx": 1, "block_q": AMX_ROWS[problem.which], "block_kv": keys} for keys in AMX_KEYS] + points
     return points
 
 
@@ -61,9 +61,11 @@ def _scratch_bytes(problem: Problem) -> Any:
     amx, block_q, block_kv = sympy.symbols("amx block_q block_kv")
     dims = problem.head_dim_qk + problem.head_dim_v
     if problem.which == "backward":
-        return _real_bytes(problem) * (block_q * (2 * dims + problem.head_dim_qk + 2 * block_kv + 2) + block_kv * dims)
-    vector = _real_bytes(problem) * (block_q * (dims + block_kv) + block_kv * dims)
-    tile = block_q * (2 * problem.head_dim_qk + 4 * problem.head_dim_v + 10 * block_kv) + 2 * block_kv * dims
+        vector = _real_bytes(problem) * (block_q * (2 * dims + problem.head_dim_qk + 2 * block_kv + 2) + block_kv * dims)
+        tile = block_q * (6 * dims + 4 * problem.head_dim_qk + 14 * block_kv + 8) + 2 * block_kv * dims
+    else:
+        vector = _real_bytes(problem) * (block_q * (dims + block_kv) + block_kv * dims)
+        tile = block_q * (4 * problem.head_dim_qk + 4 * problem.head_dim_v + 10 * block_kv) + 2 * block_kv * dims
     return sympy.Piecewise((tile, sympy.Eq(amx, 1)), (vector, True))
 
 

@@ -1,6 +1,7 @@
 """The sm80 family: mma.sync, cp.async and ldmatrix, for every NVIDIA GPU from sm_80 on; forward and backward.
 
 Problem, Facts, Target -> lattice, budgets, launches. Example: ``FAMILY.launches(problem, plan, sizes)``.
+Two kinds of kernels: tensor cores for 16-bit types, and plain multiply-adds (``simt``) for float32, whose products are exact, and for head dims beyond 256.
 """
 
 from __future__ import annotations
@@ -18,7 +19,24 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 576
 TENSOR_HEAD_DIM = 256  # beyond it, and for float32, the kernels of plain multiply-adds
-OVERHEAD_REGISTERS = 56  # addresses, row statistics, operand fragments; read off ptxas reports of the lattice
+OVERHEAD_REGISTERS = 56  # addresses, row statistics, operands in flight: read off ptxas reports of the lattice
+RESERVED_SMEM_BYTES = 1024  # per block, by the driver (CUDA C++ Programming Guide, "Compute Capability 8.x")
+HOPPER_MMA_RATE = 0.62  # share of the matrix rate that mma.sync reaches from sm_90 on, where wgmma has the rest
+FEW_ROWS = 16  # rows that a call of size class "few" has at most
+
+# Candidates, best first. Forward: block_q, block_kv, warps, stages, ctas, q_in_registers. Backward: block_q, block_kv, warps, stages, ctas, score_passes.
+# Passes over parts of a product and a shorter unrolling of its steps cost a little and save registers.
+_FORWARD = (
+    (128, 64, 4, 2, 2, 0), (128, 64, 4, 2, 2, 1), (128, 64, 4, 1, 2, 0), (128, 64, 4, 1, 2, 1), (128, 48, 4, 2, 2, 0), (128, 32, 4, 2, 3, 0), (128, 32, 4, 2, 2, 0),
+    (128, 32, 4, 1, 2, 0), (128, 64, 8, 1, 1, 0), (64, 64, 4, 2, 2, 0), (64, 64, 4, 1, 2, 0), (64, 48, 4, 1, 2, 0), (64, 32, 4, 2, 2, 0), (64, 32, 4, 1, 2, 0),
+    (64, 32, 4, 1, 1, 0),
+)  # fmt: skip
+_FORWARD_FEW = ((32, 128, 2, 2, 3, 0), (32, 64, 2, 2, 4, 0), (32, 64, 2, 2, 2, 0), (32, 64, 2, 1, 2, 0), (32, 32, 2, 1, 2, 0))
+_BACKWARD = (
+    (64, 128, 8, 3, 1, 1), (64, 128, 8, 2, 1, 1), (64, 128, 4, 2, 2, 2), (64, 128, 4, 2, 2, 4), (128, 128, 8, 2, 1, 1), (64, 64, 8, 2, 1, 1), (64, 64, 8, 1, 1, 1),
+    (64, 64, 4, 2, 2, 2), (64, 64, 4, 2, 2, 1), (64, 64, 4, 1, 2, 2), (64, 64, 4, 1, 2, 1), (64, 64, 4, 1, 1, 1), (32, 64, 8, 1, 1, 1), (32, 32, 4, 1, 1, 1),
+)  # fmt: skip
+_BACKWARD_DQ = ((64, 64), (64, 32), (32, 32), (32, 16))  # dq_block_q, dq_block_kv of the kernel over q tiles
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -42,6 +60,11 @@ def _simt(problem: Problem) -> bool:
     return problem.dtype_bytes == 4 or max(problem.head_dim_qk, problem.head_dim_v) > TENSOR_HEAD_DIM
 
 
+def _dq_by_rows(problem: Problem) -> bool:
+    """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way where neither dK nor dV is wanted."""
+    return problem.dq and (_simt(problem) or problem.deterministic or not (problem.dk or problem.dv))
+
+
 def _dims(problem: Problem) -> tuple[int, int]:
     """Head dims as the kernels see them: padded to the 16 of an mma step (above 128 the backward shares columns among warps: 32)."""
 
@@ -52,45 +75,106 @@ def _dims(problem: Problem) -> tuple[int, int]:
     return pad(problem.head_dim_qk), pad(problem.head_dim_v)
 
 
-def smem_bytes(which: str, fields: dict[str, Any]) -> Any:
-    """Shared memory of the main kernel of a pass, for numbers or sympy symbols: what ``sizeof(Smem)`` is in the template."""
-    f = fields
+# ---- budgets: for numbers or sympy symbols ---------------------------------------------------------------------------------------------------
+
+
+def smem_bytes(which: str, f: dict[str, Any]) -> Any:
+    """Shared memory of the main kernel of a pass: what ``sizeof(Smem)`` is in the template."""
     dims = f["dim_qk"] + f["dim_v"]
     if which == "forward":
-        return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims)
+        return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims) + 128
     return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"]
 
 
-def dq_smem_bytes(fields: dict[str, Any]) -> Any:
+def dq_smem_bytes(f: dict[str, Any]) -> Any:
     """The same for backward_dq, the kernel over q tiles."""
-    f = fields
     return 2 * (f["dq_block_q"] + f["dq_block_kv"]) * (f["dim_qk"] + f["dim_v"])
+
+
+def _registers(which: str, f: dict[str, Any], largest: Any) -> Any:
+    """Registers of a thread: accumulators, operands kept over the loop, and an allowance for the rest."""
+    threads = 32 * f["warps"]
+    if which == "forward":
+        return (f["block_q"] * (f["dim_v"] + f["block_kv"]) + f["q_in_registers"] * f["block_q"] * f["dim_qk"] / 2) / threads + OVERHEAD_REGISTERS
+    sums = f["block_kv"] * (f["dim_qk"] + f["dim_v"])
+    return (sums + largest(2 * f["block_q"] * f["block_kv"] / f["score_passes"], f["block_q"] * f["dim_qk"] / f["dq_passes"])) / threads + OVERHEAD_REGISTERS
+
+
+def _symbols() -> dict[str, Any]:
+    import sympy
+
+    class Symbols(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            return sympy.Symbol(name)
+
+    return Symbols()
+
+
+def constraints(problem: Problem, target: Target) -> list[Constraint]:
+    """What a candidate must fit, the blocks that share a multiprocessor included."""
+    import sympy
+
+    f = _symbols()
+    if _simt(problem):
+        return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes")]
+    used, registers = smem_bytes(problem.which, f), _registers(problem.which, f, sympy.Max)
+    found = [
+        Constraint("shared memory", used, target.smem_block_bytes, "bytes"),
+        Constraint("shared memory of an SM", f["ctas"] * (used + RESERVED_SMEM_BYTES), target.smem_sm_bytes, "bytes"),
+        Constraint("registers of a thread", registers, 255, "registers"),
+        Constraint("registers of an SM", f["ctas"] * 32 * f["warps"] * registers, target.registers_sm, "registers"),
+    ]
+    if problem.which == "backward" and _dq_by_rows(problem):
+        found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
+    return found
+
+
+# ---- lattice and cost ------------------------------------------------------------------------------------------------------------------------
 
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
+    section = {"section_bytes": target.l2_bytes // 2}  # keys and values of the heads that run together stay within half of L2
     if _simt(problem):
-        return [_simt_plan(problem, target)]
+        return [_simt_plan(problem) | section]
     dim_qk, dim_v = _dims(problem)
-    common = {"dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "simt": 0, "aligned": int(problem.aligned), "section_bytes": target.l2_bytes // 2}
-    points = []
+    common = {"simt": 0, "dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "aligned": int(problem.aligned), **section}
+    points: list[dict[str, int]] = []
     if problem.which == "forward":
-        names = ("block_q", "block_kv", "warps", "stages", "ctas", "q_in_registers", "unroll")
-        for values in ((128, 64, 4, 2, 2, 0, 4), (128, 64, 4, 1, 2, 0, 4), (64, 64, 4, 1, 2, 0, 4), (64, 32, 4, 1, 2, 0, 4)):
-            points.append(dict(zip(names, values, strict=True)))
+        steps = dim_qk // 16
+        for block_q, block_kv, warps, stages, ctas, q_in_registers in _FORWARD_FEW + _FORWARD if problem.size == "few" else _FORWARD:
+            for unroll in (steps, 4) if steps > 4 and steps % 4 == 0 and not q_in_registers else (steps,):  # a shorter unrolling needs fewer registers
+                points.append(common | dict(block_q=block_q, block_kv=block_kv, warps=warps, stages=stages, ctas=ctas, q_in_registers=q_in_registers, unroll=unroll))
     else:
-        for block_q, block_kv, warps, stages, ctas in ((64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 1)):
-            grids = _backward_warps(block_q, block_kv, warps, dim_qk, dim_v)
+        steps, by_rows = (dim_qk // 16, dim_v // 16), {}
+        unroll = {"unroll": 4 if steps[0] % 4 == steps[1] % 4 == 0 else max(steps)}
+        if _dq_by_rows(problem):
+            fitting = [b for b in _BACKWARD_DQ if 2 * sum(b) * (dim_qk + dim_v) <= target.smem_block_bytes] or [_BACKWARD_DQ[-1]]
+            by_rows = {"dq_block_q": fitting[0][0], "dq_block_kv": fitting[0][1]}
+        for block_q, block_kv, warps, stages, ctas, passes in _BACKWARD:
+            grids = _backward_warps(block_q, block_kv, warps, passes, dim_qk, dim_v)
             if grids:
-                point = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, "score_passes": 1, **grids}
-                points.append(point | ({"dq_block_q": 64, "dq_block_kv": 64} if _dq_by_rows(problem) else {}))
-    return [derive(problem.which, {**common, **p}) for p in points]
+                tile = dict(block_q=block_q, block_kv=block_kv, warps=warps, stages=stages, ctas=ctas, score_passes=passes)
+                dq_passes = 2 if block_q * dim_qk > 32 * 32 * warps and dim_qk % (32 * warps // grids["query_warps"]) == 0 else 1
+                points.append(common | tile | grids | unroll | {"dq_passes": dq_passes} | by_rows)
+    return [derive(problem.which, p) for p in points]
 
 
-def _simt_plan(problem: Problem, target: Target) -> dict[str, int]:
+def derive(which: str, fields: dict[str, int]) -> dict[str, int]:
+    """The fields that follow from others, entered or renewed."""
+    if fields["simt"]:
+        return fields
+    found = fields | ({"buffers": 2 if fields["stages"] == 3 else 1} if which == "backward" else {})
+    found["smem_bytes"] = smem_bytes(which, found)
+    if "dq_block_q" in found:
+        found["dq_smem_bytes"] = dq_smem_bytes(found)
+    return found
+
+
+def _simt_plan(problem: Problem) -> dict[str, int]:
     """Tiles of 64 x 64, 256 threads. The backward's dK and dV, 16 registers for 64 columns, are shared out among `splits` blocks where they do not fit one."""
     tile, operands = 4 * 64 * 68, 2 * 4 * 64 * 36
-    point = {"simt": 1, "block_q": 64, "block_kv": 64, "warps": 8, "section_bytes": target.l2_bytes // 2}
+    point = {"simt": 1, "block_q": 64, "block_kv": 64, "warps": 8}
     if problem.which == "forward":
         return point | {"smem_bytes": operands + tile}
     chunks = _ceil_div(problem.head_dim_qk, 64) + _ceil_div(problem.head_dim_v, 64)
@@ -98,50 +182,47 @@ def _simt_plan(problem: Problem, target: Target) -> dict[str, int]:
     return point | {"splits": splits, "columns": _ceil_div(chunks, splits), "smem_bytes": operands + 2 * tile}
 
 
-def _backward_warps(block_q: int, block_kv: int, warps: int, dim_qk: int, dim_v: int) -> dict[str, int]:
-    """How the warps share the backward's products: as square parts as the 16 x 16 steps allow. Empty if they do not divide."""
+def _backward_warps(block_q: int, block_kv: int, warps: int, passes: int, dim_qk: int, dim_v: int) -> dict[str, int]:
+    """How the warps share the backward's products: in parts as square as the 16 x 16 steps allow. Empty if they do not divide."""
 
-    def split(rows: int, columns: tuple[int, ...]) -> int:
+    def split(rows: int, columns: tuple[int, ...], prefer: int) -> int:
+        """Warps along the rows; of equally square parts the taller (prefer 1) or the wider (-1), as timed."""
         fits = [n for n in (1, 2, 4, 8) if n <= warps and rows % (16 * n) == 0 and all(c % (16 * (warps // n)) == 0 for c in columns)]
-        return min(fits, key=lambda n: rows // n + columns[0] * n // warps, default=0)
+        return min(fits, key=lambda n: (rows // n + columns[0] * n // warps, prefer * n), default=0)
 
-    found = {"score_warps_q": split(block_q, (block_kv,)), "key_warps": split(block_kv, (dim_qk, dim_v)), "query_warps": split(block_q, (dim_qk,))}
+    found = {"score_warps_q": split(block_q, (block_kv // passes,), 1), "key_warps": split(block_kv, (dim_qk, dim_v), -1), "query_warps": split(block_q, (dim_qk,), -1)}
     return found if all(found.values()) else {}
 
 
-def derive(which: str, fields: dict[str, int]) -> dict[str, int]:
-    """Fields that follow from others."""
-    if fields["simt"]:
-        return fields
-    found = dict(fields)
-    if which == "backward":
-        found["buffers"] = 2 if fields["stages"] == 3 else 1
-    found["smem_bytes"] = int(smem_bytes(which, found))
-    if "dq_block_q" in fields:
-        found["dq_smem_bytes"] = int(dq_smem_bytes(fields))
-    return found
-
-
-def constraints(problem: Problem, target: Target) -> list[Constraint]:
+def cost(problem: Problem, facts: Facts, target: Target) -> Any:
+    """Clocks of an SM per (query, key) pair: a fit over 60 plans timed on an H200 (head dims 64, 128, 256; 5% off), in the chip's own matrix rate."""
     import sympy
 
-    class Symbols(dict):
-        def __missing__(self, name: str) -> Any:
-            return sympy.Symbol(name)
-
-    f = Symbols()
+    f, largest, smallest = _symbols(), sympy.Max, sympy.Min
     if _simt(problem):
-        return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes")]
-    return [Constraint("shared memory", smem_bytes(problem.which, f), target.smem_block_bytes, "bytes")]
+        return sympy.Integer(1)
+    dqk, dv = _dims(problem)
+    bq, bkv, warps, ctas = (f[n] for n in ("block_q", "block_kv", "warps", "ctas"))
+    rate = target.tensor_tflops * 1e6 / (target.sms * target.clock_mhz) * (HOPPER_MMA_RATE if target.name in ("sm90a", "sm100") else 1.0)
+    work = 1 / 16 + (facts.score_ops if facts is not None else 0) / 128  # one exponential, and the score function's operations
+    if problem.which == "forward":
+        mma = 2 * (dqk + dv) / rate
+        smem = (2 * (dqk + dv) * (warps + 1) / bq + 2 * (1 - f["q_in_registers"]) * dqk / bkv) / 128  # every warp reads all keys and values
+        bound, waits = largest(mma, smem), 136 * (3 - f["stages"]) / (bq * bkv * ctas) + 28 * warps / (bq * bkv)
+        total = (0.06 + 2.62 / (ctas * warps) + 0.186 / ctas) * bound + 0.70 * smallest(mma, smem) + 0.58 * work + waits
+        total = total * (1.05 - 0.8 * f["unroll"] / dqk)  # half an unrolling costs 2.5%
+        return total * bq / FEW_ROWS if problem.size == "few" else total
+    by_atomics = 0 if _dq_by_rows(problem) else 1
+    mma = (4 * dqk + 2 * dv + 2 * by_atomics * dqk + 2 * dv) / rate
+    score_k, key_d, query_d = warps / f["score_warps_q"], warps / f["key_warps"], warps / f["query_warps"]
+    scores = (score_k * f["score_passes"] * bq + f["score_warps_q"] * bkv) * (dqk + dv)  # elements that ldmatrix reads: each warp its rows and its columns
+    sums = 2 * key_d * bkv * bq + f["key_warps"] * bq * (dqk + dv) + by_atomics * (query_d * bq * bkv + f["query_warps"] * bkv * dqk)
+    smem = 2 * (scores + sums + 2 * bq * bkv + bq * (dqk + dv)) / (bq * bkv * 128)
+    bound, barriers = largest(mma, smem), 4 - f["stages"]
+    return (0.44 + 0.42 / ctas) * bound + 0.46 * smallest(mma, smem) + 0.88 * work + 122 * barriers / (bq * bkv * ctas) + by_atomics * 0.123 * dqk / bkv
 
 
-def cost(problem: Problem, facts: Facts, target: Target) -> Any:
-    return 1
-
-
-def _dq_by_rows(problem: Problem) -> bool:
-    """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way where neither dK nor dV is wanted."""
-    return problem.dq and (_simt(problem) or problem.deterministic or not (problem.dk or problem.dv))
+# ---- launching -------------------------------------------------------------------------------------------------------------------------------
 
 
 def params(problem: Problem) -> Sequence[tuple[str, str]]:
@@ -149,17 +230,13 @@ def params(problem: Problem) -> Sequence[tuple[str, str]]:
     return (("float*", "dq_sum"),) if problem.which == "backward" and problem.dq and not _dq_by_rows(problem) else ()
 
 
-def _q_tiles(problem: Problem, plan: Plan, sizes: Sizes) -> int:
-    """q tiles of all items together: packed sequences may each leave one partly empty."""
-    if problem.layout == "varlen":
-        return _ceil_div(sizes.total_q, plan.block_q) + sizes.batch
-    return sizes.batch * _ceil_div(sizes.q_len, plan.block_q)
-
-
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
+    """One float32 copy of dQ in whole tiles; packed sequences may each leave one partly empty. backward_prepare clears it."""
     if not params(problem):
         return []
-    return [Workspace("dq_sum", "float32", _q_tiles(problem, plan, sizes) * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
+    varlen = problem.layout == "varlen"
+    tiles = _ceil_div(sizes.total_q, plan.block_q) + sizes.batch if varlen else sizes.batch * _ceil_div(sizes.q_len, plan.block_q)
+    return [Workspace("dq_sum", "float32", tiles * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:

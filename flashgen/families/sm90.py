@@ -22,7 +22,7 @@ GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persiste
 # 504 for 384 threads, else 512.
 REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
-SPARE_REGISTERS = 16  # more that a consumer gets before the producer does
+SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -73,7 +73,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dim_qk), "columns_v": _columns(dim_v), "sms": target.sms,
-        "section_bytes": target.l2_bytes * 16 // 25,
+        "section_bytes": target.l2_bytes * 16 // 25 if facts.has_mask else 0,
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
     masked, long = facts.has_mask, problem.size == "long"
@@ -86,7 +86,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
-    tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)] + [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
+    tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
+    tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
     points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
 
@@ -120,8 +121,9 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 
 
 def params(problem: Problem) -> Sequence[tuple[str, str]]:
-    """Tensor maps, and the counter that persistent blocks draw their work from."""
-    return (*(("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")), ("int*", "counter"))
+    """Tensor maps, the counter that persistent blocks draw their work from, and the amount of work (see ``numbers``)."""
+    maps = [("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")]
+    return (*maps, ("int*", "counter"), *(("int", name) for name in ("q_tiles", "pieces", "section")))
 
 
 def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
@@ -134,13 +136,20 @@ def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
     )
 
 
+def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
+    """Tiles of query rows of a head, of all heads, and the heads of a section, whose keys and values stay in L2 together."""
+    q_tiles, heads = _ceil_div(sizes.q_len, plan.block_q), sizes.batch * sizes.heads
+    bytes_per_head = max(2 * sizes.kv_len * (plan.dim_qk + plan.dim_v) // problem.group, 1)
+    return {"q_tiles": q_tiles, "pieces": q_tiles * heads, "section": max(min(plan.section_bytes // bytes_per_head, heads), 1)}
+
+
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     return [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """One kernel; persistent schedules start a block per SM."""
-    pieces = _ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
+    pieces = numbers(problem, plan, sizes)["pieces"]
     blocks = pieces if plan.schedule == GRID else min(pieces, plan.sms)
     return [Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
 
@@ -157,4 +166,5 @@ FAMILY = Family(
     workspaces=workspaces,
     launches=launches,
     tensor_maps=tensor_maps,
+    numbers=numbers,
 )

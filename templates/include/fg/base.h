@@ -109,18 +109,29 @@ FG_FN double product(double a, double b) {
 #endif
 }
 
-// floored division and modulus, as in Python; a zero divisor (an element that nobody sees) gives 0 instead of a trap
+FG_FN int wrapping_neg(int a) { return (int)(0u - (unsigned)a); }
+FG_FN long long wrapping_neg(long long a) { return (long long)(0ull - (unsigned long long)a); }
+
+// floored division and modulus, as in Python; a zero divisor (an element that nobody sees) gives 0 instead of a trap, and so does the least
+// integer by -1, whose quotient wraps around
 template <class I> FG_FN I floordiv(I a, I b) {
   if (b == 0) return 0;
+  if (b == -1) return wrapping_neg(a);
   const I q = a / b;
   return q - I((a % b != 0) & ((a < 0) != (b < 0)));
 }
 template <class I> FG_FN I floormod(I a, I b) {
-  if (b == 0) return 0;
+  if (b == 0 || b == -1) return 0;
   const I r = a % b;
   return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : I(0));
 }
-template <class I> FG_FN I truncdiv(I a, I b) { return b == 0 ? I(0) : a / b; }
+template <class I> FG_FN I truncdiv(I a, I b) { return b == 0 ? I(0) : b == -1 ? wrapping_neg(a) : a / b; }
+
+// shifts by any number of places, as in torch: what is shifted out is gone; negative counts are large ones
+FG_FN int shift_left(int a, int n) { return (unsigned)n < 32u ? (int)((unsigned)a << (n & 31)) : 0; }
+FG_FN long long shift_left(long long a, long long n) { return (unsigned long long)n < 64ull ? (long long)((unsigned long long)a << (n & 63)) : 0; }
+FG_FN int shift_right(int a, int n) { return a >> ((unsigned)n < 32u ? n & 31 : 31); }
+FG_FN long long shift_right(long long a, long long n) { return a >> ((unsigned long long)n < 64ull ? n & 63 : 63); }
 
 template <class I> FG_FN I int_min(I a, I b) { return b < a ? b : a; }
 template <class I> FG_FN I int_max(I a, I b) { return a < b ? b : a; }

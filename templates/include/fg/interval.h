@@ -43,6 +43,9 @@ FG_FN Span span_abs(Span a) {
 FG_FN Span span_minimum(Span a, Span b) { return Span{int_min(a.lo, b.lo), int_min(a.hi, b.hi)}; }
 FG_FN Span span_maximum(Span a, Span b) { return Span{int_max(a.lo, b.lo), int_max(a.hi, b.hi)}; }
 FG_FN Span span_hull(Span a, Span b) { return Span{int_min(a.lo, b.lo), int_max(a.hi, b.hi)}; }
+FG_FN Span span_near(Span a) { return Span{clip(a.lo), clip(a.hi)}; }
+FG_FN Span span_int(Span a) { return a.lo < -2147483648ll || a.hi > 2147483647ll ? span_unknown() : a; }  // an int32 that may have wrapped around
+FG_FN Span span_guard(Span a, Span b) { return far(b) ? span_unknown() : a; }
 FG_FN Span span_of(Truth a) { return Span{a.must ? 1 : 0, a.may ? 1 : 0}; }
 FG_FN Span span_where(Truth c, Span a, Span b) { return c.must ? a : !c.may ? b : span_hull(a, b); }
 
@@ -107,9 +110,9 @@ template <class C> FG_FN Span span_load(const C* data, Axis x) {
   lo = scan_min(lo);
   hi = scan_max(hi);
 #endif
-  return Span{lo, hi};
+  return span_near(Span{lo, hi});
 }
-template <class C> FG_FN Span span_load(const C* data) { return Span{(long long)*data, (long long)*data}; }
+template <class C> FG_FN Span span_load(const C* data) { return span_near(Span{(long long)*data, (long long)*data}); }
 template <class C> FG_FN Span span_load(const C* data, Axis x, Axis y) {
   const Span bx = axis_box(x), by = axis_box(y);
   if (bx.lo == bx.hi) return span_load(data + bx.lo * x.stride, y);

@@ -90,6 +90,21 @@ FG_FN pairs round_to_pairs(vec even, vec odd) {
 #endif
 }
 
+// Row of a left factor: bf16 of 32 floats, `low` in front of `high`.
+FG_FN pairs round_to_row(vec low, vec high) {
+#if defined(__AVX512BF16__)
+  pairs rounded;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(low), "v"(high));
+  return rounded;
+#else
+  bf16 row[32];
+  for (int i = 0; i < 16; ++i) row[i] = from_real<bf16>(low[i]), row[16 + i] = from_real<bf16>(high[i]);
+  pairs rounded;
+  memcpy(&rounded, row, 64);
+  return rounded;
+#endif
+}
+
 // scores[key][query] of 32 keys and 32 queries: rows of K against pairs of Q^T. DEPTH is a multiple of 32; both strides of `query` and `scores` are LANES elements.
 template <int DEPTH, int LANES>
 FG_FN void tile_scores(const bf16* key, long long key_stride, const unsigned* query, float* scores) {
@@ -140,6 +155,36 @@ FG_FN void tile_accumulate(const bf16* left, int count, const unsigned* right, f
     tile_store<1>(at + TILE_ROWS, lane_bytes);
     tile_store<2>(at + TILE_ROWS * LANES, lane_bytes);
     tile_store<3>(at + TILE_ROWS * LANES + TILE_ROWS, lane_bytes);
+  }
+}
+
+// target[key][d] += sum over lanes of left[key][lane] * right[lane / 2][d], `count` keys (a multiple of 32), LANES lanes (likewise), d < DIM (likewise).
+template <int DIM, int LANES>
+FG_FN void tile_accumulate_rows(const bf16* left, int count, const unsigned* right, float* target) {
+  const long long row_bytes = DIM * 4, left_bytes = LANES * 2;
+  for (int n = 0; n < count; n += 2 * TILE_ROWS) {
+    for (int d = 0; d < DIM; d += 2 * TILE_ROWS) {
+      float* const at = target + (long long)n * DIM + d;
+      tile_load<0>(at, row_bytes);
+      tile_load<1>(at + TILE_ROWS, row_bytes);
+      tile_load<2>(at + TILE_ROWS * DIM, row_bytes);
+      tile_load<3>(at + TILE_ROWS * DIM + TILE_ROWS, row_bytes);
+#pragma GCC unroll 4
+      for (int lane = 0; lane < LANES; lane += TILE_DEPTH) {
+        tile_load<4>(left + n * LANES + lane, left_bytes);
+        tile_load<6>(right + lane / 2 * DIM + d, row_bytes);
+        tile_multiply<0, 4, 6>();
+        tile_load<7>(right + lane / 2 * DIM + d + TILE_ROWS, row_bytes);
+        tile_multiply<1, 4, 7>();
+        tile_load<5>(left + (n + TILE_ROWS) * LANES + lane, left_bytes);
+        tile_multiply<2, 5, 6>();
+        tile_multiply<3, 5, 7>();
+      }
+      tile_store<0>(at, row_bytes);
+      tile_store<1>(at + TILE_ROWS, row_bytes);
+      tile_store<2>(at + TILE_ROWS * DIM, row_bytes);
+      tile_store<3>(at + TILE_ROWS * DIM + TILE_ROWS, row_bytes);
+    }
   }
 }
 

@@ -7,7 +7,7 @@ namespace fg {
 
 // As many rows as the register file holds beside one row of B and a broadcast element; eight hide the latency of a multiply-add.
 constexpr int rows_for(int vectors) { return FG_VECTOR_REGISTERS == 32 ? (vectors <= 3 ? 8 : 6) : vectors == 1 ? 8 : vectors == 2 ? 6 : vectors == 3 ? 4 : 2; }
-constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+template <class I> constexpr I round_up(I n, I unit) { return (n + unit - 1) / unit * unit; }
 
 template <int ROWS, int VECTORS, class A>
 FG_FN void multiply_block(vec (&sum)[ROWS][VECTORS], A a, const real* b, int b_stride, int depth) {

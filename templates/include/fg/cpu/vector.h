@@ -3,6 +3,8 @@
 #pragma once
 #include "fg/base.h"
 
+#include <utility>
+
 #if defined(__AVX512F__)
 #if !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")  // loops over hooks too: tuning for some of these processors prefers half of a register
@@ -28,6 +30,32 @@ FG_FN vec load(const real* p) { return *(const vec*)p; }
 FG_FN void store(real* p, vec x) { *(vec*)p = x; }
 FG_FN vec broadcast(real x) { return vec{} + x; }
 FG_FN vec larger(vec a, vec b) { return a > b ? a : b; }  // b where a is NaN
+
+// Lane l of the result: a[l] where bit STEP of l is 0, else b[l - STEP] (HIGH: a[l + STEP], else b[l]).
+template <int STEP, bool HIGH, int... L>
+FG_FN vec exchange(vec a, vec b, std::integer_sequence<int, L...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (L & STEP ? WIDTH + L - (HIGH ? 0 : STEP) : L + (HIGH ? STEP : 0))...);
+#else
+  typedef decltype(vec{} < vec{}) ints;
+  return __builtin_shuffle(a, b, ints{(L & STEP ? WIDTH + L - (HIGH ? 0 : STEP) : L + (HIGH ? STEP : 0))...});
+#endif
+}
+
+// A block of WIDTH vectors becomes its transpose, by exchanging ever larger squares across the diagonal.
+template <int STEP = 1>
+FG_FN void transpose_block(vec (&x)[WIDTH]) {
+  if constexpr (STEP < WIDTH) {
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; ++i) {
+      if (i & STEP) continue;
+      const vec a = x[i], b = x[i + STEP];
+      x[i] = exchange<STEP, false>(a, b, std::make_integer_sequence<int, WIDTH>());
+      x[i + STEP] = exchange<STEP, true>(a, b, std::make_integer_sequence<int, WIDTH>());
+    }
+    transpose_block<STEP * 2>(x);
+  }
+}
 
 // 2^x for the softmax: relative error below 1.2 ulp, 0 for -inf and wherever the result would be subnormal, NaN for NaN.
 // x = n + r with n integer and |r| <= 1/2; a polynomial in r; n goes into the exponent.

@@ -6,10 +6,12 @@ namespace fg {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// A value that the compiler's loop optimiser cannot recognise, so that nothing made of it is moved out of a loop.
-FG_FN unsigned opaque(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
+// mad.lo.s64 (9.7.1.4). As an instruction of its own it keeps the compiler from adding the last term, a thread's own, to the base address that all threads share,
+// which would then take registers of every thread over a whole loop.
+FG_FN long long multiply_add(long long a, long long b, long long c) {
+  long long d;
+  asm("mad.lo.s64 %0, %1, %2, %3;" : "=l"(d) : "l"(a), "l"(b), "l"(c));
+  return d;
 }
 
 // Address of shared memory as the 32-bit number that cp.async and ldmatrix take (section 5.3, state spaces).
@@ -84,6 +86,14 @@ FG_FN void reduce_add_4(float* address, const float (&x)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 #endif
+
+// redux.sync (9.7.13.9): a number that all 32 lanes hold alike, in one of the warp's uniform registers, which saves one in every thread. Divisions, shuffles and loads
+// leave their results in the threads' registers.
+FG_FN int same_in_warp(int x) {
+  int y;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
 
 FG_FN float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));

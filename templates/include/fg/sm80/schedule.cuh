@@ -1,6 +1,6 @@
 // Which work a block takes: heads in sections whose keys and values stay in L2 together, the last tile (under causal masks the longest) of every head first.
 #pragma once
-#include "fg/base.h"
+#include "fg/sm80/ptx.cuh"
 
 namespace fg {
 
@@ -11,7 +11,7 @@ FG_FN Work work_of_block(unsigned block, int tiles, int heads, long long bytes_p
   const unsigned section = fitting < 1 ? 1 : fitting < heads ? (unsigned)fitting : (unsigned)heads;
   const unsigned first = block / (section * tiles) * section, rest = block % (section * tiles);
   const unsigned here = heads - first < section ? heads - first : section;
-  return Work{tiles - 1 - (int)(rest / here), (int)(first + rest % here)};
+  return Work{same_in_warp(tiles - 1 - (int)(rest / here)), same_in_warp((int)(first + rest % here))};
 }
 
 }  // namespace fg

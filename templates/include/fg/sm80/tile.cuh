@@ -57,16 +57,15 @@ template <int VALID_COLUMNS, bool ALIGNED, class T> FG_FN void read_chunk(unsign
 }
 template <class T> FG_FN float element(const unsigned (&x)[4], int e) { return to_real(T{(unsigned short)(x[e / 2] >> e % 2 * 16)}); }
 
-// Starts the copy of `rows` rows of a row-major matrix (VALID_COLUMNS wide, `stride` elements from row to row) into a tile. What lies beyond is never read and
-// becomes zero. All THREADS threads take part. ALIGNED: every row starts on 16 bytes.
+// Starts the copy of rows first_row, first_row + 1 ... of a row-major matrix (`rows` rows of VALID_COLUMNS, `stride` elements from one to the next) into a tile. What
+// lies beyond the matrix is never read and becomes zero. All THREADS threads take part. ALIGNED: every row starts on 16 bytes.
 template <int THREADS, int VALID_COLUMNS, bool ALIGNED, class TILE, class T>
-FG_FN void load_tile(TILE& tile, const T* source, long long stride, int rows) {
+FG_FN void load_tile(TILE& tile, const T* matrix, long long stride, int first_row, int rows) {
   constexpr int ACROSS = TILE::SPAN, DOWN = THREADS / ACROSS;  // neighbouring threads take the chunks of a span
   static_assert(DOWN % 8 == 0, "the swizzle repeats every 8 rows");
-  const unsigned thread = opaque(threadIdx.x);  // else a thread's addresses of every tile occupy registers over the whole loop
-  const int chunk = thread % ACROSS, first = thread / ACROSS;
+  const int chunk = threadIdx.x % ACROSS, first = threadIdx.x / ACROSS;
   char* const target = tile.at(first, chunk);
-  const T* line = source + first * stride + chunk * 8;
+  const T* line = matrix + multiply_add(first_row + first, stride, chunk * 8);
 #pragma unroll
   for (int i = 0; i < (TILE::ROWS + DOWN - 1) / DOWN; ++i) {
     const int row = first + i * DOWN;
@@ -75,7 +74,7 @@ FG_FN void load_tile(TILE& tile, const T* source, long long stride, int rows) {
       for (int across = 0; across < TILE::CHUNKS; across += ACROSS) {
         const int left = VALID_COLUMNS - (across + chunk) * 8;
         const int valid = VALID_COLUMNS >= (across + ACROSS) * 8 || left > 8 ? 8 : left < 0 ? 0 : left;
-        const int count = row < rows ? valid : 0;
+        const int count = first_row + row < rows ? valid : 0;
         char* const to = target + i * DOWN * TILE::PITCH + across * 16;
         if constexpr (ALIGNED) copy_async_16(shared_address(to), line + across * 8, count * 2);
         else load_chunk(to, line + across * 8, count);

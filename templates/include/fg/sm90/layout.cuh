@@ -17,18 +17,19 @@ template <int COLUMNS, int ROWS> FG_FN unsigned chunk_offset(int row, int chunk)
   return (unsigned)(chunk / CHUNKS * ROWS * COLUMNS * 2) + swizzled<COLUMNS>((unsigned)(row * COLUMNS * 2 + chunk % CHUNKS * 16));
 }
 
-// wgmma's matrix descriptor (PTX ISA 9.0, 9.7.15.5.1.2): start address, leading offset (the distance of blocks; read only where the blocks lie along M or N),
-// stride offset (8 rows), kind of swizzle; addresses and offsets in units of 16 bytes.
+// wgmma's matrix descriptor (PTX ISA 9.0, 9.7.15.5.1.2), all in units of 16 bytes. Lower half: start address, and the distance of blocks, which is read only where
+// they lie along M or N. Upper half: 8 rows, and the kind of swizzle. Only the lower half moves, and without a carry: it is kept and added to on its own.
 using Descriptor = unsigned long long;
-template <int COLUMNS> FG_FN Descriptor descriptor(unsigned address, unsigned block_bytes) {
-  constexpr unsigned long long SWIZZLE = COLUMNS == 64 ? 1 : COLUMNS == 32 ? 2 : 3;
-  return (Descriptor)((address & 0x3ffff) >> 4) | (Descriptor)(block_bytes >> 4) << 16 | (Descriptor)COLUMNS << 32 | SWIZZLE << 62;
+FG_FN unsigned descriptor_low(unsigned address, unsigned block_bytes) { return address >> 4 | block_bytes >> 4 << 16; }
+template <int COLUMNS> FG_FN Descriptor descriptor(unsigned low) {
+  constexpr unsigned SWIZZLE = COLUMNS == 64 ? 1 : COLUMNS == 32 ? 2 : 3;
+  return (Descriptor)((unsigned)COLUMNS | SWIZZLE << 30) << 32 | low;
 }
 
-// What a descriptor grows by from one step of 16 along the product's depth to the next: across the columns of a tile of ROWS rows, or down its rows.
-template <int COLUMNS, int ROWS> FG_FN constexpr Descriptor step_across(int step) {
-  return (Descriptor)(step * 16 / COLUMNS * ROWS * COLUMNS * 2 + step * 16 % COLUMNS * 2) >> 4;
+// What the lower half grows by from one step of 16 along the product's depth to the next: across the columns of a tile of ROWS rows, or down its rows.
+template <int COLUMNS, int ROWS> FG_FN constexpr unsigned step_across(int step) {
+  return (step * 16 / COLUMNS * ROWS * COLUMNS * 2 + step * 16 % COLUMNS * 2) / 16;
 }
-template <int COLUMNS> FG_FN constexpr Descriptor step_down(int step) { return (Descriptor)(step * 16 * COLUMNS * 2) >> 4; }
+template <int COLUMNS> FG_FN constexpr unsigned step_down(int step) { return step * COLUMNS * 2; }
 
 }  // namespace fg

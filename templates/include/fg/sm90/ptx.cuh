@@ -11,6 +11,16 @@ struct alignas(128) TensorMap { unsigned long long words[16]; };
 
 FG_FN unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
+// A value that another warp may have written since it was last read.
+FG_FN int shared_int(const int& x) {
+  int y;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(y) : "r"(shared_address(&x)) : "memory");
+  return y;
+}
+
+// Hides where a value comes from.
+FG_FN void opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
+
 // ---- mbarrier (9.7.13.15). A phase ends when `count` arrivals and the expected bytes have come; waiting for parity p returns once the phase of that parity is over.
 // A fresh barrier is in phase 0: waiting for parity 1 returns at once.
 
