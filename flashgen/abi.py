@@ -62,7 +62,7 @@ def tensors(problem: Problem) -> tuple[str, ...]:
     return ("q", "k", "v", "out", "dout", *wanted)
 
 
-def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = ()) -> Params:
+def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (), grad_type: str = "real") -> Params:
     """All fields of one pass (see templates/README.md for their meaning)."""
     real = problem.real
     fields = [Field(ctype, name) for ctype, name in extras if ctype == TENSOR_MAP]
@@ -96,7 +96,7 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
     for n, spec in enumerate(form.captures):
         add(f"const {STORAGE_TYPES[spec.dtype]}*", f"capture_{n}")
     for n in problem.capture_grads:
-        add("real*", f"grad_{n}")
+        add(f"{grad_type}*", f"grad_{n}")
     for ctype, name in extras:
         if ctype.endswith("*"):
             add(ctype, name)

@@ -294,6 +294,11 @@ def keeps_low(handle: Handle, q: Tensor) -> bool:
     return handle.out_low and q.element_size() == 2
 
 
+def grad_dtype(lse: Tensor) -> torch.dtype:
+    """In which a captured tensor's gradient is summed: float64 on a CPU, where it costs nothing (Family.grad_type), else the statistics' own."""
+    return torch.float64 if lse.device.type == "cpu" else lse.dtype
+
+
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
     handle, form = parse_handle(text)
@@ -301,7 +306,7 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     lse = b.lse
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
     delta = torch.empty_like(lse)
-    grads = [torch.zeros(c.captures[n].shape, dtype=lse.dtype, device=lse.device) for n in b.slots]
+    grads = [torch.zeros(c.captures[n].shape, dtype=grad_dtype(lse), device=lse.device) for n in b.slots]
     gradients = {n: t for n, t, w in zip(("dq", "dk", "dv"), (dq, dk, dv), b.wanted) if w}
     if lse.numel() == 0 or handle.layout == "varlen":  # no rows, or rows and keys that belong to no sequence
         for t in (*gradients.values(), delta):

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from . import settings
 from .errors import DeviceError, DtypeError, ShapeError, VariantError
 from .language import Capture, dtype_name
@@ -216,6 +214,8 @@ def _wanted(wanted: str | int, sizes: Mapping[str, int]) -> str:
 
 def readable(t: Any) -> bool:
     """Values on the CPU are always checked, in torch.compile's graph by the operator; those on a GPU only when debugging: reading them synchronises."""
+    import torch
+
     if torch.compiler.is_compiling():
         return False
     return t.device.type == "cpu" or (t.device.type == "cuda" and settings.debug() >= 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import checks
-from .calls import Backward, Call, keeps_low, output_like, parse_handle, run_backward, run_forward, statistics_of
+from .calls import Backward, Call, grad_dtype, keeps_low, output_like, parse_handle, run_backward, run_forward, statistics_of
 from .errors import VariantError
 
 _COMMON = (
@@ -59,7 +59,7 @@ def _fake_backward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     c, b = Call(*a[:13]), Backward(*a[13:])
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (c.q, c.k, c.v)]
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip(rows, b.wanted))
-    return dq, dk, dv, torch.empty_like(b.lse), [b.lse.new_empty(c.captures[n].shape) for n in b.slots]
+    return dq, dk, dv, torch.empty_like(b.lse), [b.lse.new_empty(c.captures[n].shape, dtype=grad_dtype(b.lse)) for n in b.slots]
 
 
 torch.library.register_fake("flashgen::forward", _fake_forward, lib=_library)

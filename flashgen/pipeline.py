@@ -110,5 +110,6 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
 
 
 def _executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
-    extras = tuple(families.get(plan.family).params(problem))
-    return Executable(form, problem, target, plan, abi.params(form, problem, extras), binary)
+    family = families.get(plan.family)
+    extras = tuple(family.params(problem))
+    return Executable(form, problem, target, plan, abi.params(form, problem, extras, family.grad_type), binary)

@@ -132,6 +132,9 @@ class Printer:
                 a, b = self.expression(node.args[0], level), self.expression(node.args[1], level + 1)
                 return f"{a} {sign} {b}", level
             case op if op in _CALLS or op in UNARY_REAL or op in ROUNDING:
+                if node.type == SINGLE and self.real == "double" and (op in UNARY_REAL or op in ("pow", "atan2")):
+                    # float32 index arithmetic of a float64 problem: rounded once, from double, as good libraries do
+                    return f"float(fg::{op}({', '.join(f'double({self.expression(a)})' for a in node.args)}))", _ATOM
                 return self._call(_CALLS.get(op, op), node)
         raise VariantError(f"the operation {node.op} cannot be printed.")  # a new op of the language needs a case here
 

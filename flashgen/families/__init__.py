@@ -91,6 +91,7 @@ class Family:
     workspaces: Callable[[Problem, Plan, Sizes], list[Workspace]]
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
     tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()
+    grad_type: str = "real"  # C type in which gradients of captured tensors are summed; see calls.grad_dtype
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
 
 

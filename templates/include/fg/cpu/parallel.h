@@ -24,7 +24,7 @@ FG_FN int tasks_per_turn(long long tasks, int threads) { return (int)int_max(1ll
 FG_FN int useful_threads(double multiply_adds, int threads) { return 1 + (int)int_min(multiply_adds * 1e-6, threads - 1.0); }
 
 // Called by the hooks to add to the gradient of a captured tensor. Each thread has its own sums (see fg_backward).
-FG_FN void grad_add(real* address, real value) { *address += value; }
+FG_FN void grad_add(double* address, real value) { *address += value; }
 
 // A thread-local object's address in a register: a compiler that sees where it comes from asks the run-time for it again inside inner loops.
 template <class S> FG_FN S& in_register(S& object) {
