@@ -11,6 +11,8 @@ from typing import Any
 from . import derivative, ranges
 from .form import Form
 
+MAX_PROSE = 6  # operations nested in one term of a sentence
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -91,13 +93,15 @@ def _sum(terms: tuple[tuple[int, int], ...], constant: int, form: Form) -> str:
     return text.strip()
 
 
-def _term(form: Form, i: int) -> str:
+def _term(form: Form, i: int, depth: int = 0) -> str:
     node = form.nodes[i]
+    if depth > MAX_PROSE:
+        return "..."
     match node.op:
         case "number":
             return f"int_{node.data}"
         case "load":
-            return f"capture_{node.data}[{', '.join(_term(form, a) for a in node.args)}]"
+            return f"capture_{node.data}[{', '.join(_term(form, a, depth + 1) for a in node.args)}]"
         case "const":
             return str(node.data)
-    return f"{node.op}({', '.join(_term(form, a) for a in node.args)})" if node.args else node.op
+    return f"{node.op}({', '.join(_term(form, a, depth + 1) for a in node.args)})" if node.args else node.op

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from . import language as lang
 from .errors import VariantError
@@ -26,7 +25,6 @@ from .variant import Mask, Score, Variant
 MAX_TRACES = 256  # the least recently used goes first; a trace holds expressions and code objects, never a tensor
 _VALUES = (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _STATIC = ("torch", "math", "operator", "functools", "builtins", "numpy", "flashgen", "itertools", "collections")  # whose functions do not change
-_HOST_READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 
 class Unknown(Exception):
@@ -100,16 +98,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-class _Watch(TorchFunctionMode):
-    """Notices when Python consumes the value of a tensor, which may differ at the next call."""
-
-    consumed = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.consumed |= getattr(func, "__name__", "") in _HOST_READS
-        return func(*args, **(kwargs or {}))
-
-
 _traces: OrderedDict[Hashable, Traced] = OrderedDict()
 _lock = threading.Lock()
 
@@ -126,8 +114,8 @@ def traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) ->
         if found is not None:
             _traces[key] = found  # now the latest
             return found, reader.tensors
-    found, consumed = _trace(score, mask)
-    if consumed or not _name_captures(found, reader.tensors):
+    found, volatile = _trace(score, mask)
+    if volatile or not _name_captures(found, reader.tensors):
         return found, {}
     with _lock:
         _traces[key] = found
@@ -137,11 +125,11 @@ def traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) ->
 
 
 def _trace(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -> tuple[Traced, bool]:
-    with _Watch() as watch:
-        variant = Variant(score=score, mask=mask)
+    """A trace, and whether Python read the value of a tensor meanwhile, which may differ at the next call."""
+    variant = Variant(score=score, mask=mask)
     if variant.inputs:
         raise VariantError(f"flashgen.input ({', '.join(variant.inputs)}) in flex_attention: capture the tensor itself, it is read at each call.")
-    return variant.plain, watch.consumed
+    return variant.plain, variant.volatile
 
 
 def _name_captures(trace: Traced, tensors: dict[str, Tensor]) -> bool:

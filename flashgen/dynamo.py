@@ -96,8 +96,10 @@ class _Symbols(TorchFunctionMode):
 
 def inlined(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -> Inlined:
     """Trace a score and a mask function where Dynamo is compiling."""
-    if isinstance(score, Score) and score.mask is not None:
-        mask = score.mask if mask is None else score.mask & mask
+    own = score.mask if isinstance(score, Score) else None
+    score, mask, own = _function(score), _function(mask), _function(own)
+    if own is not None:
+        mask = own if mask is None else _both(mask, own)
     _teach()
     # set, never read from outside: a read would become a guard on this state, which the graph's own end changes
     tracer.captures, tracer.inputs = [], {}
@@ -113,9 +115,16 @@ def inlined(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -
     return Inlined(form, graph.captures, graph.floats, graph.ints, slots)
 
 
+def _function(x: Any) -> Any:
+    """The function of a catalogue object: Dynamo of torch 2.11 asks a callable object for its truth value."""
+    return x.function if isinstance(x, (Mask, Score)) else x
+
+
+def _both(mask: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda b, h, q, k: lang.logical_and(mask(b, h, q, k), own(b, h, q, k))
+
+
 def _traced(function: Callable[..., Any], leaves: tuple, what: str) -> lang.Expr:
-    if isinstance(function, (Mask, Score)):
-        function = function.function  # Dynamo of torch 2.11 asks a callable object for its truth value
     with _Symbols():
         result = function(*leaves)
         return lang.returned(result, what)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import derivative, ranges
-from .form import Form
+from .form import Form, Node
 from .interval import Evaluator, PrintedSpans
 from .language import FLOATS
 from .printer import C_TYPES, Printer
@@ -51,6 +51,7 @@ def _stage(depends: frozenset[str]) -> str | None:
 
 def make(form: Form, problem: Problem) -> Hooks:
     """All hook functions of one pass."""
+    form = multiply_by_reciprocals(form) if problem.real == "float" else form
     graph = derivative.Graph(form)
     backward = problem.which == "backward"
     slope = derivative.score_slope(graph) if backward and form.score >= 0 else -1
@@ -85,6 +86,30 @@ def make(form: Form, problem: Problem) -> Hooks:
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, "k"), _range(form, "q"), _tile_class(form),
     )  # fmt: skip
+
+
+def multiply_by_reciprocals(form: Form) -> Form:
+    """The same form with x / y as x * (1 / y) in the score where y is the same for a whole head: one division per head instead of one per score.
+
+    An ulp apart from a division; masks keep theirs, and so does float64.
+    """
+    exact, nodes, place = form.reachable(form.mask), [], []  # type: ignore[var-annotated]
+
+    def add(node: Node) -> int:
+        nodes.append(node)
+        return len(nodes) - 1
+
+    one = None
+    for i, node in enumerate(form.nodes):
+        args = tuple(place[a] for a in node.args)
+        inner = node.op == "div" and i not in exact and _stage(form.depends[node.args[1]]) == "uniform" and _stage(form.depends[node.args[0]]) != "uniform"
+        if not inner:
+            place.append(add(node._replace(args=args)))
+            continue
+        one = add(Node("const", node.type, (), 1.0)) if one is None or nodes[one].type != node.type else one
+        place.append(add(Node("mul", node.type, (args[0], add(Node("div", node.type, (one, args[1])))))))
+    moved = lambda root: place[root] if root >= 0 else -1  # noqa: E731
+    return Form(tuple(nodes), moved(form.score), moved(form.mask), form.captures, form.floats, form.ints, form.sink)
 
 
 class _Stages:

@@ -14,6 +14,8 @@ from .form import Form
 from .interval import Evaluator, Spans, may_wrap
 from .language import FLOATS, INT, LONG
 
+MAX_TERMS = 64  # of one sum, and
+MAX_STEPS = 64  # inequalities of one comparison (nested minima); beyond, planning would take longer than the tiles it saves
 _FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
 
 
@@ -49,6 +51,7 @@ class _Extractor:
     def __init__(self, form: Form, axis: str):
         self.form, self.axis, self.wraps = form, axis, may_wrap(form)
         self.linear: dict[int, Any] = {}
+        self.steps = 0  # inequalities met in one comparison
 
     def bounds(self, i: int, positive: bool = True) -> Any:
         node = self.form.nodes[i]
@@ -69,6 +72,7 @@ class _Extractor:
                     if op == "eq":
                         return UNBOUNDED
                     op = "eq" if op == "ne" else _FLIP[op]
+                self.steps = 0
                 guards = tuple(sorted(self.wraps & self.form.reachable(i))) if self.wraps else ()
                 return _guarded(self.compare(op, self.affine(node.args[0]), self.affine(node.args[1])), guards)
         return UNBOUNDED
@@ -86,27 +90,46 @@ class _Extractor:
 
     def affine(self, i: int) -> Any:
         """The node as a sympy sum; what is not +, - or a product with a constant becomes an opaque symbol ``n<i>``."""
+        todo = [i]  # a stack of its own: long sums would exhaust Python's
+        while todo:
+            missing = [a for a in self._summed(todo[-1]) if a not in self.linear]
+            if missing:
+                todo += missing
+            else:
+                j = todo.pop()
+                if j not in self.linear:
+                    self.linear[j] = self._sum(j)
+        return self.linear[i]
+
+    def _summed(self, i: int) -> tuple[int, ...]:
+        """The arguments that the sum of a node is made of."""
+        node = self.form.nodes[i]
+        kinds = {self.form.nodes[a].type for a in node.args}
+        constant = any(self.form.nodes[a].op == "const" for a in node.args)
+        sums = node.op in ("add", "sub", "neg") or (node.op == "mul" and constant) or (node.op == "cast" and node.type in (INT, LONG))
+        return node.args if sums and kinds <= {INT, LONG} else ()
+
+    def _sum(self, i: int) -> Any:
         import sympy
 
-        if i not in self.linear:
-            node = self.form.nodes[i]
-            match node.op:
-                case "const" if node.type not in FLOATS:
-                    value = sympy.Integer(int(node.data))
-                case "add":
-                    value = self.affine(node.args[0]) + self.affine(node.args[1])
-                case "sub":
-                    value = self.affine(node.args[0]) - self.affine(node.args[1])
-                case "neg":
-                    value = -self.affine(node.args[0])
-                case "mul" if any(self.form.nodes[a].op == "const" for a in node.args):
-                    value = self.affine(node.args[0]) * self.affine(node.args[1])
-                case "cast" if node.type in (INT, LONG) and self.form.nodes[node.args[0]].type in (INT, LONG):
-                    value = self.affine(node.args[0])
-                case _:
-                    value = sympy.Symbol(f"n{i}", integer=True)
-            self.linear[i] = sympy.expand(value)
-        return self.linear[i]
+        node, opaque = self.form.nodes[i], sympy.Symbol(f"n{i}", integer=True)
+        if node.op == "const" and node.type not in FLOATS:
+            return sympy.Integer(int(node.data))
+        match node.op, [self.linear[a] for a in self._summed(i)]:
+            case "add", [a, b]:
+                total = a + b
+            case "sub", [a, b]:
+                total = a - b
+            case "neg", [a]:
+                total = -a
+            case "mul", [a, b]:
+                total = a * b
+            case "cast", [total]:
+                pass
+            case _:
+                return opaque
+        total = sympy.expand(total)
+        return total if len(total.args) <= MAX_TERMS else opaque
 
     def compare(self, op: str, a: Any, b: Any) -> Any:
         match op:
@@ -130,6 +153,9 @@ class _Extractor:
         """expression <= 0 as bounds of the axis."""
         import sympy
 
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            return UNBOUNDED
         expression = sympy.expand(expression)
         moving = [x for x in expression.free_symbols if self.axis in self.form.depends[self._node(x)]]
         if len(moving) != 1 or not sympy.Poly(expression, moving[0]).is_linear:

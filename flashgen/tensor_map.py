@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import DeviceError
+from .errors import DeviceError, VariantError
 from .families import Sizes, TensorMap
 
 TENSOR_MAP_BYTES = 128
@@ -20,11 +20,16 @@ _SWIZZLES = {128: "128B", 64: "64B", 32: "32B"}  # by the bytes of a box's row
 
 
 def encoder(wanted: TensorMap, dtype: str, arguments: Mapping[str, Any], sizes: Sizes) -> Callable[[int], bytes]:
-    """The maps of one tensor of a call, (columns, rows, heads, batch) of 2-byte elements, by address. A stride of 0 makes that dimension one entry."""
+    """The maps of one tensor of a call, (columns, rows, heads, batch) of 2-byte elements, by address. A stride of 0 makes that dimension one entry.
+
+    Raises VariantError when the rows of a tensor are one row.
+    """
     length, heads = (sizes.q_len, sizes.heads) if wanted.tensor in ("q", "out", "dout", "dq") else (sizes.kv_len, sizes.kv_heads)
     counts, strides = [wanted.columns], []
     for axis, count in (("l", length), ("h", heads), ("b", sizes.batch)):
         stride = 2 * arguments[f"{wanted.tensor}_stride_{axis}"]
+        if axis == "l" and stride == 0 and count > 1:
+            raise VariantError(f"{wanted.tensor} repeats one row (stride 0), which TMA cannot load: pass {wanted.tensor}.contiguous(), or family='sm80'.")
         counts.append(count if stride else 1)
         strides.append(stride if stride and count > 1 else 16)  # of one entry, torch may give any stride, TMA wants a multiple of 16
     if 0 in counts:

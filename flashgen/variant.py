@@ -22,6 +22,8 @@ MAX_TRACES = 64  # kept per variant, one for each dtype and broadcast pattern of
 
 
 def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
+    if type(function).__module__.startswith("torch.jit"):
+        raise VariantError(f"a {what} compiled by torch.jit takes tensors only: pass the plain function {signature}.")
     if not callable(function):
         raise VariantError(f"a {what} must be a function {signature} or an object of the catalogue, not {type(function).__name__}.")
     try:
@@ -36,8 +38,9 @@ def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
 class Mask:
     """A mask function ``f(b, h, q_idx, kv_idx) -> bool`` that composes: ``a & b``, ``a | b``, ``~a``. It is itself callable in other functions."""
 
-    def __init__(self, function: Callable[..., Any], name: str = ""):
+    def __init__(self, function: Callable[..., Any], name: str = "", chain: tuple[str, tuple[Callable[..., Any], ...]] = ("", ())):
         _check_arity(function, 4, "mask", "f(b, h, q_idx, kv_idx)")
+        self.chain = chain  # its operator and operands: a thousand masks are one loop, not a thousand nested calls
         self.function, self.name = function, name or getattr(function, "__name__", "mask")
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -45,11 +48,27 @@ class Mask:
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.logical_and(self.function(b, h, q, k), other.function(b, h, q, k)), f"({self.name} & {other.name})")
+        parts = (*_operands(self, "&"), *_operands(other, "&"))
+
+        def every(b: Any, h: Any, q: Any, k: Any) -> Any:
+            result = parts[0](b, h, q, k)
+            for part in parts[1:]:
+                result = lang.logical_and(result, part(b, h, q, k))
+            return result
+
+        return Mask(every, f"({self.name} & {other.name})", ("&", parts))
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(lambda b, h, q, k: lang.logical_or(self.function(b, h, q, k), other.function(b, h, q, k)), f"({self.name} | {other.name})")
+        parts = (*_operands(self, "|"), *_operands(other, "|"))
+
+        def some(b: Any, h: Any, q: Any, k: Any) -> Any:
+            result = parts[0](b, h, q, k)
+            for part in parts[1:]:
+                result = lang.logical_or(result, part(b, h, q, k))
+            return result
+
+        return Mask(some, f"({self.name} | {other.name})", ("|", parts))
 
     def __invert__(self) -> Mask:
         return Mask(lambda b, h, q, k: lang.logical_not(self.function(b, h, q, k)), f"~{self.name}")
@@ -65,6 +84,10 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask({self.name})"
+
+
+def _operands(mask: Mask, operator: str) -> tuple[Callable[..., Any], ...]:
+    return mask.chain[1] if mask.chain[0] == operator else (mask.function,)
 
 
 class Score:

@@ -33,7 +33,8 @@ PER_HEAD, DENSE = torch.tensor([True, False, True, True]), torch.rand(N, B, N, g
 LOGICAL = torch.stack([torch.randperm(3, generator=G), torch.randperm(3, generator=G)])
 T = {name: table(*shape) for name, shape in {
     "h": (H,), "b": (B,), "q": (N,), "k": (N,), "qk": (N, N), "bqk": (B, N, N), "bhqk": (B, H, N, N), "rel": (2 * N,), "bq": (B, N), "cbhq": (1, B, H, N),
-    "bhwq": (B, H, 2, N), "rh": (B, H, N, 6), "rw": (B, H, N, 8), "cpb": (49, H), "kr": (B, 1, N, 8), "qr": (B, H, N, 8), "sp": (H, 6), "n": (3, H, 6), "bh": (B, H),
+    "bhwq": (B, H, 2, N), "rh": (B, H, N, 6), "rw": (B, H, N, 8), "cpb": (49, H), "kr": (B, 1, N, 8), "qr": (B, H, N, 8), "sp": (H, 6), "n": (3, H, 6),
+    "bh": (B, H),
 }.items()}  # fmt: skip
 EDGES, PLACES = integers(0, 6, B, N, N, 3), integers(0, 49, N, N)
 

@@ -135,7 +135,7 @@ def test_narrow_keys_and_one_batch_of_keys():
 
 def test_block_mask_describes_itself():
     causal = MASKS["causal"]
-    ours = fg.create_block_mask(causal, B, None, 300, 200, BLOCK_SIZE=(64, 32))
+    ours = fg.create_block_mask(causal, B, None, 300, 200, device="cpu", BLOCK_SIZE=(64, 32))
     theirs = torch_flex.create_block_mask(causal, B, None, 300, 200, device="cpu", BLOCK_SIZE=(64, 32))
     assert ours.shape == theirs.shape and ours.seq_lengths == theirs.seq_lengths and ours.numel() == theirs.numel() and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert torch.equal(ours.to_dense(), theirs.to_dense()) and ours.sparsity() == theirs.sparsity()
@@ -213,6 +213,10 @@ def test_catalogue_objects_serve_as_functions():
     got = attend(q, k, v, fg.relative_bias(table) >> fg.softcap(3.0), fg.causal & fg.document(IDS))
     close([attend(q, k, v, fg.relative_bias(table) >> fg.softcap(3.0), fg.causal & fg.document(IDS), compiled=True)[0]], [got[0]])
     close([got[0]], [fg.compile(fg.Variant(score=fg.relative_bias(table) >> fg.softcap(3.0), mask=fg.causal & fg.document(IDS)))(q, k, v)])
+    dense = torch.zeros(N, N).masked_fill(torch.rand(N, N) < 0.3, -math.inf)
+    pair = [attend(q, k, v, fg.bias(dense), MASKS["causal"], compiled) for compiled in (False, True)]
+    close(*pair)
+    assert torch.equal(*(p[0] for p in pair))  # one kernel: both traces have one Form
 
 
 # ---- traces
@@ -239,10 +243,13 @@ def test_a_new_closure_is_not_traced_again_and_reads_its_own_tensors(monkeypatch
 
 def test_a_trace_keeps_no_tensor_alive():
     q, k, v = qkv()
-    t = torch.randn(N)
-    gone = weakref.ref(t)
-    fg.flex_attention(q, k, v, lambda s, b, h, q, k: s + t[q] + (t * 2)[k])
-    del t
+
+    def call():
+        t = torch.randn(N)
+        fg.flex_attention(q, k, v, lambda s, b, h, q, k: s + t[q] + (t * 2)[k])
+        return weakref.ref(t)
+
+    gone = call()
     gc.collect()
     assert gone() is None
 
@@ -251,7 +258,9 @@ def test_what_python_reads_is_read_at_each_call():
     q, k, v = qkv()
     limit, holder = torch.tensor(10), Holder()
     for _ in range(2):
-        close([fg.flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(k < limit.item(), s, -1.0))], expected(q, k, v, lambda s, b, h, q, k: torch.where(k < int(limit), s, -1.0))[:1])
+        known = int(limit)
+        got = fg.flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(k < limit.item(), s, -1.0))
+        close([got], expected(q, k, v, lambda s, b, h, q, k, known=known: torch.where(k < known, s, -1.0))[:1])
         close([fg.flex_attention(q, k, v, holder.score)], expected(q, k, v, holder.score)[:1])
         limit.add_(7)
         holder.shift += 1

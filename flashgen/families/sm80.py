@@ -27,14 +27,15 @@ FEW_ROWS = 16  # rows that a call of size class "few" has at most
 # Candidates, best first. Forward: block_q, block_kv, warps, stages, ctas, q_in_registers. Backward: block_q, block_kv, warps, stages, ctas, score_passes.
 # Passes over parts of a product and a shorter unrolling of its steps cost a little and save registers.
 _FORWARD = (
-    (128, 64, 4, 2, 2, 0), (128, 64, 4, 2, 2, 1), (128, 64, 4, 1, 2, 0), (128, 64, 4, 1, 2, 1), (128, 48, 4, 2, 2, 0), (128, 32, 4, 2, 3, 0), (128, 32, 4, 2, 2, 0),
-    (128, 32, 4, 1, 2, 0), (128, 64, 8, 1, 1, 0), (64, 64, 4, 2, 2, 0), (64, 64, 4, 1, 2, 0), (64, 48, 4, 1, 2, 0), (64, 32, 4, 2, 2, 0), (64, 32, 4, 1, 2, 0),
-    (64, 32, 4, 1, 1, 0),
+    (128, 64, 4, 2, 2, 0), (128, 64, 4, 2, 2, 1), (128, 64, 4, 1, 2, 0), (128, 64, 4, 1, 2, 1), (128, 48, 4, 2, 2, 0), (128, 32, 4, 2, 3, 0),
+    (128, 32, 4, 2, 2, 0), (128, 32, 4, 1, 2, 0), (128, 64, 8, 1, 1, 0), (64, 64, 4, 2, 2, 0), (64, 64, 4, 1, 2, 0), (64, 48, 4, 1, 2, 0),
+    (64, 32, 4, 2, 2, 0), (64, 32, 4, 1, 2, 0), (64, 32, 4, 1, 1, 0),
 )  # fmt: skip
 _FORWARD_FEW = ((32, 128, 2, 2, 3, 0), (32, 64, 2, 2, 4, 0), (32, 64, 2, 2, 2, 0), (32, 64, 2, 1, 2, 0), (32, 32, 2, 1, 2, 0))
 _BACKWARD = (
-    (64, 128, 8, 3, 1, 1), (64, 128, 8, 2, 1, 1), (64, 128, 4, 2, 2, 2), (64, 128, 4, 2, 2, 4), (128, 128, 8, 2, 1, 1), (64, 64, 8, 2, 1, 1), (64, 64, 8, 1, 1, 1),
-    (64, 64, 4, 2, 2, 2), (64, 64, 4, 2, 2, 1), (64, 64, 4, 1, 2, 2), (64, 64, 4, 1, 2, 1), (64, 64, 4, 1, 1, 1), (32, 64, 8, 1, 1, 1), (32, 32, 4, 1, 1, 1),
+    (64, 128, 8, 3, 1, 1), (64, 128, 8, 2, 1, 1), (64, 128, 4, 2, 2, 2), (64, 128, 4, 2, 2, 4), (128, 128, 8, 2, 1, 1), (64, 64, 8, 2, 1, 1),
+    (64, 64, 8, 1, 1, 1), (64, 64, 4, 2, 2, 2), (64, 64, 4, 2, 2, 1), (64, 64, 4, 1, 2, 2), (64, 64, 4, 1, 2, 1), (64, 64, 4, 1, 1, 1),
+    (32, 64, 8, 1, 1, 1), (32, 32, 4, 1, 1, 1),
 )  # fmt: skip
 _BACKWARD_DQ = ((64, 64), (64, 32), (32, 32), (32, 16))  # dq_block_q, dq_block_kv of the kernel over q tiles
 
@@ -82,8 +83,8 @@ def smem_bytes(which: str, f: dict[str, Any]) -> Any:
     """Shared memory of the main kernel of a pass: what ``sizeof(Smem)`` is in the template."""
     dims = f["dim_qk"] + f["dim_v"]
     if which == "forward":
-        return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims) + 128
-    return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"]
+        return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims) + 128 * (f["warps"] + 1)
+    return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"] + 128
 
 
 def dq_smem_bytes(f: dict[str, Any]) -> Any:
@@ -143,20 +144,21 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     if problem.which == "forward":
         steps = dim_qk // 16
         for block_q, block_kv, warps, stages, ctas, q_in_registers in _FORWARD_FEW + _FORWARD if problem.size == "few" else _FORWARD:
-            for unroll in (steps, 4) if steps > 4 and steps % 4 == 0 and not q_in_registers else (steps,):  # a shorter unrolling needs fewer registers
-                points.append(common | dict(block_q=block_q, block_kv=block_kv, warps=warps, stages=stages, ctas=ctas, q_in_registers=q_in_registers, unroll=unroll))
+            tile = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, "q_in_registers": q_in_registers}
+            shorter = steps > 4 and steps % 4 == 0 and not q_in_registers
+            points += [common | tile | {"unroll": unroll} for unroll in ((steps, 4) if shorter else (steps,))]
     else:
-        steps, by_rows = (dim_qk // 16, dim_v // 16), {}
-        unroll = {"unroll": 4 if steps[0] % 4 == steps[1] % 4 == 0 else max(steps)}
+        by_rows: dict[str, int] = {}
         if _dq_by_rows(problem):
             fitting = [b for b in _BACKWARD_DQ if 2 * sum(b) * (dim_qk + dim_v) <= target.smem_block_bytes] or [_BACKWARD_DQ[-1]]
             by_rows = {"dq_block_q": fitting[0][0], "dq_block_kv": fitting[0][1]}
+        unroll = 4 if dim_qk % 64 == dim_v % 64 == 0 else max(dim_qk, dim_v) // 16
         for block_q, block_kv, warps, stages, ctas, passes in _BACKWARD:
             grids = _backward_warps(block_q, block_kv, warps, passes, dim_qk, dim_v)
             if grids:
-                tile = dict(block_q=block_q, block_kv=block_kv, warps=warps, stages=stages, ctas=ctas, score_passes=passes)
                 dq_passes = 2 if block_q * dim_qk > 32 * 32 * warps and dim_qk % (32 * warps // grids["query_warps"]) == 0 else 1
-                points.append(common | tile | grids | unroll | {"dq_passes": dq_passes} | by_rows)
+                tile = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas}
+                points.append(common | tile | grids | by_rows | {"score_passes": passes, "dq_passes": dq_passes, "unroll": unroll})
     return [derive(problem.which, p) for p in points]
 
 
@@ -190,7 +192,11 @@ def _backward_warps(block_q: int, block_kv: int, warps: int, passes: int, dim_qk
         fits = [n for n in (1, 2, 4, 8) if n <= warps and rows % (16 * n) == 0 and all(c % (16 * (warps // n)) == 0 for c in columns)]
         return min(fits, key=lambda n: (rows // n + columns[0] * n // warps, prefer * n), default=0)
 
-    found = {"score_warps_q": split(block_q, (block_kv // passes,), 1), "key_warps": split(block_kv, (dim_qk, dim_v), -1), "query_warps": split(block_q, (dim_qk,), -1)}
+    found = {
+        "score_warps_q": split(block_q, (block_kv // passes,), 1),
+        "key_warps": split(block_kv, (dim_qk, dim_v), -1),
+        "query_warps": split(block_q, (dim_qk,), -1),
+    }
     return found if all(found.values()) else {}
 
 

@@ -88,6 +88,9 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
     tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
+    if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
+        common |= {"consumer_registers": 200, "producer_registers": 104}
+        tiles = [values for values in tiles if values[0] == 2]
     points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
 

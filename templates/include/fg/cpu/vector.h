@@ -16,7 +16,11 @@
 #define FG_VECTOR_REGISTERS 16
 #else
 #define FG_VECTOR_BYTES 16
+#if defined(__aarch64__)
+#define FG_VECTOR_REGISTERS 32
+#else
 #define FG_VECTOR_REGISTERS 16
+#endif
 #endif
 
 namespace fg {

@@ -4,6 +4,13 @@
 
 namespace fg {
 
+template <int BYTES> struct WordOf;
+template <> struct WordOf<1> { using type = unsigned char; };
+template <> struct WordOf<2> { using type = unsigned short; };
+template <> struct WordOf<4> { using type = unsigned; };
+template <> struct WordOf<8> { using type = unsigned long long; };
+template <int BYTES> using Word = typename WordOf<BYTES>::type;  // an integer of as many bytes
+
 struct alignas(16) Chunk { unsigned words[4]; };  // 8 elements of 16 bits
 
 // ROWS x COLUMNS, row by row without gaps. A row is cut into chunks of 16 bytes (8 elements); chunk c of row r lies at place c ^ swizzle(r), so that the 8 rows of

@@ -1,0 +1,164 @@
+"""Does the emitted sm90 kernel compute attention, without deadlock, when its threads run on the host?
+
+The very text that NVRTC compiles is compiled by the host compiler against ``sm90_emulator.h`` and run on small problems: producer and consumers, rings, masks,
+tails, masked NaN and the order of work are all the kernel's own. What only a GPU shows (asynchrony, registers, speed) is left to the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen import abi, build, emit, families, target
+from flashgen.analysis import analyze
+from flashgen.families import Sizes, sm90
+from flashgen.plan import Plan, candidates
+from flashgen.problem import Problem
+from flashgen.reference import reference
+
+TESTS = Path(__file__).parent
+INCLUDE = TESTS.parent / "templates" / "include"
+HOPPER = target.parse("sm90a")
+SMS = 3  # few, so that persistent blocks take several pieces
+ENTRY = """
+extern "C" int params_bytes() { return sizeof(Params); }
+extern "C" void launch(const char* packed, int blocks, int threads) {
+  Params p;
+  memcpy(&p, packed, sizeof p);
+  run_grid(blocks, threads, [&] { forward(p); });
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    variant: Any = field(default_factory=flashgen.Variant)
+    head_dim: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (1, 1)
+    lengths: tuple[int, int] = (201, 300)
+    dtype: torch.dtype = torch.bfloat16
+    plan: dict[str, int] = field(default_factory=dict)
+    nan: bool = False  # the last value of each head is NaN in column 3
+    seqlens_k: tuple[int, ...] = ()
+    max_scores: bool = False
+    shared_batch: bool = False  # keys and values of stride 0 over two batch items
+
+
+CAUSAL = flashgen.Variant(mask=flashgen.causal)
+DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
+CASES = (
+    Case("full"),
+    Case("full, grouped heads", heads=(4, 2)),
+    Case("causal", CAUSAL, lengths=(401, 401)),
+    Case("causal, float16, 128", CAUSAL, (128, 128), lengths=(300, 431), dtype=torch.float16),
+    Case("long full, 128", head_dim=(128, 128), lengths=(130, 300)),
+    Case("causal, 256", CAUSAL, (256, 256), lengths=(140, 200)),
+    Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
+    Case("window", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), lengths=(401, 401)),
+    Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
+    Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
+    Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
+    Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1), max_scores=True),
+    Case("masked NaN, stored by TMA", CAUSAL, nan=True, lengths=(201, 201)),
+    Case("masked NaN, stored from registers", CAUSAL, plan={"store_registers": 1}, nan=True, lengths=(201, 201)),
+    Case("lengths in use", head_dim=(128, 128), seqlens_k=(77,), nan=True),
+    Case("one value, one key", lengths=(1, 1)),
+    Case("no key", CAUSAL, lengths=(5, 0)),
+    Case("head dims 96 and 80", CAUSAL, (96, 80)),
+    Case("head dims 192 and 128", CAUSAL, (192, 128)),
+    Case("head dims 40 and 16", head_dim=(40, 16)),
+    Case("shared batch", CAUSAL, shared_batch=True),
+    Case("one warpgroup, one stage", CAUSAL, plan={"consumers": 1, "block_kv": 32, "stages": 1, "q_stages": 1, "schedule": sm90.STATIC}),
+    Case("three stages", CAUSAL, plan={"stages": 3}, lengths=(401, 401)),
+    Case("staggered", CAUSAL, (128, 128), plan={"stagger": 1}, lengths=(300, 300)),
+)
+
+
+def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes.CDLL, Plan]:
+    first = next(c.plan for c in candidates(analyze(form), problem, HOPPER, "sm90") if not c.rejected)
+    fields = {**first.as_dict(), **case.plan, "sms": SMS}
+    if "consumers" in case.plan:
+        del fields["consumer_registers"], fields["producer_registers"]
+    plan = Plan("sm90", "forward", tuple(sorted(sm90.derive(fields).items())))
+    text = emit.emit(emit.Spec(form, problem, plan, HOPPER)).text
+    text = text[: text.index("// d (64 x")] + text[text.index("struct Params") :]  # without the wgmma wrappers
+    text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"', '#include "sm90_emulator.h"')
+    text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
+    (folder / "kernel.cpp").write_text(text + ENTRY)
+    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", f"-I{TESTS}"]
+    subprocess.run([*build.host_compiler(), *options, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True, capture_output=True)
+    return ctypes.CDLL(str(folder / "kernel.so")), plan
+
+
+def tensor_map(record: families.TensorMap, t: torch.Tensor) -> bytes:
+    """The emulator's own: base, counts, strides in bytes, box."""
+    counts = [record.columns, t.shape[2], *(t.shape[d] if t.stride(d) else 1 for d in (1, 0))]
+    return struct.pack("<Q4q3qii", t.data_ptr(), *counts, *(2 * t.stride(d) for d in (2, 1, 0)), record.box_columns, record.box_rows).ljust(128, b"\0")
+
+
+def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    traced = case.variant.trace({})
+    form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
+    problem = Problem(
+        str(q.dtype)[6:], q.shape[-1], v.shape[-1], group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0), seqlens_k=bool(case.seqlens_k),
+        max_scores=case.max_scores,
+    )  # fmt: skip
+    library, plan = built(case, form, problem, folder)
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
+    out = torch.full((*q.shape[:3], v.shape[-1]), math.nan, dtype=q.dtype)
+    lse, top = (torch.full(q.shape[:3], math.nan) for _ in range(2))
+    counter, lengths = torch.zeros(2, dtype=torch.int32), torch.tensor(case.seqlens_k, dtype=torch.int32)
+    values: dict[str, Any] = {
+        "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "q_len": sizes.q_len, "kv_len": sizes.kv_len, "scale": scale,
+        "lse": lse.data_ptr(), "max_scores": top.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "counter": counter.data_ptr(),
+        "seqlens_k": lengths.data_ptr(), **sm90.numbers(problem, plan, sizes),
+    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    for name, t in tensors.items():
+        values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
+    values |= {m.field: tensor_map(m, tensors[m.tensor]) for m in sm90.tensor_maps(problem, plan)}
+    values |= {f"float_{n}": x for n, x in enumerate(traced.floats)} | {f"int_{n}": x for n, x in enumerate(traced.ints)}
+    for n, c in enumerate(traced.captures):
+        values[f"capture_{n}"] = c.tensor.data_ptr()
+        for d in range(c.tensor.dim()):
+            values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
+    packed = abi.params(form, problem, tuple(sm90.params(problem))).pack(values)
+    assert len(packed) == library.params_bytes()
+    launch = sm90.launches(problem, plan, sizes)[0]
+    library.launch(packed, launch.grid[0], launch.threads)
+    assert counter.tolist() == [0, 0], "the counter is left as it was found"
+    return out, lse, top
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_emitted_kernel_computes_attention(case, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    make = lambda heads, length, dim: torch.randn(1, heads, length, dim, generator=generator).to(case.dtype)  # noqa: E731
+    q, k, v = make(case.heads[0], case.lengths[0], case.head_dim[0]), make(case.heads[1], case.lengths[1], case.head_dim[0]), make(case.heads[1], case.lengths[1], case.head_dim[1])
+    if case.shared_batch:
+        q, k, v = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)
+    lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    wanted, wanted_lse, wanted_top = reference(case.variant, q.double(), k.double(), v.double(), **lengths)
+    if case.nan:
+        v = v.clone()
+        v[:, :, -1, 3] = math.nan
+        sees = reference(case.variant, q.double(), k.double(), torch.isnan(v).double(), **lengths)[0] > 0
+        wanted = torch.where(sees, math.nan, wanted)
+    out, lse, top = emulate(case, q, k, v, tmp_path)
+    known, rounding = ~torch.isnan(wanted), 2**-8 if case.dtype == torch.bfloat16 else 2**-11
+    assert torch.equal(torch.isnan(out), torch.isnan(wanted))
+    assert (out.double() - wanted)[known].norm() <= rounding * wanted[known].norm()
+    seen = wanted_lse > -math.inf
+    assert (lse[~seen] == -math.inf).all() and torch.allclose(lse[seen].double(), wanted_lse[seen], atol=1e-4)
+    if case.max_scores:
+        assert torch.allclose(top.double(), wanted_top, atol=1e-4)
