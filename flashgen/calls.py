@@ -231,7 +231,7 @@ def prepared(c: Call) -> Call:
     if plain and q is c.q and k is c.k and v is c.v and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return c
     real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
-    integers = {n: stored(t).contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
+    integers: dict[str, Any] = {n: stored(t).contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
     captures = [stored(t) if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
     sink = None if c.sink is None else stored(c.sink.detach()).to(real).contiguous()
     return c._replace(q=_rows(q), k=_rows(k), v=_rows(v), sink=sink, captures=captures, **integers)

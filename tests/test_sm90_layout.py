@@ -184,32 +184,34 @@ class Model:
         q, k, v = Ring(self.q_stages), Ring(self.stages), Ring(self.stages)
         for number, kinds in enumerate(self.pieces):  # kinds[i][g]: class of the i-th tile from the right for group g
             described = -1
-            for i in range(-1, len(kinds)):
-                if i < len(kinds) - 1:  # the keys of tile i + 1; those of the first come before the queries
-                    if i >= 0 and self.masked:
-                        self.next[described] = i + 1
-                        self.k_full[described].arrive()
+            for i in range(-1, len(kinds)):  # keys of tile i + 1 and values of tile i - 1; the first keys come before the queries
+                if i >= 0 and self.masked:
+                    self.next[described] = i + 1 if i + 1 < len(kinds) else -1
+                    self.k_full[described].arrive()
+                if i > 0:
+                    yield from self.values(v, number, i - 1)
+                if i + 1 < len(kinds):
                     yield self.k_empty[k.slot], k.parity ^ 1
                     self.k[k.slot], self.next[k.slot] = (number, i + 1), None
                     self.k_full[k.slot].arrive()
                     described = k.slot
                     k.advance()
-                elif i >= 0 and self.masked:
-                    self.next[described] = -1
-                    self.k_full[described].arrive()
                 if i < 0:
                     yield self.q_empty[q.slot], q.parity ^ 1
                     self.work[q.slot] = (number, 0 if kinds else -1)
                     self.q_full[q.slot].arrive()
                     q.advance()
-                else:
-                    yield self.v_empty[v.slot], v.parity ^ 1
-                    self.v[v.slot] = (number, i)
-                    self.v_full[v.slot].arrive()
-                    v.advance()
+            if kinds:
+                yield from self.values(v, number, len(kinds) - 1)
         yield self.q_empty[q.slot], q.parity ^ 1
         self.work[q.slot] = (-1, -1)
         self.q_full[q.slot].arrive()
+
+    def values(self, v: Ring, number: int, tile: int) -> Iterator[tuple[Barrier, int]]:
+        yield self.v_empty[v.slot], v.parity ^ 1
+        self.v[v.slot] = (number, tile)
+        self.v_full[v.slot].arrive()
+        v.advance()
 
     def consumer(self, g: int) -> Iterator[tuple[Barrier, int]]:
         q, ring, before = Ring(self.q_stages), Ring(self.stages), 0

@@ -84,7 +84,9 @@ def smem_bytes(which: str, f: dict[str, Any]) -> Any:
     dims = f["dim_qk"] + f["dim_v"]
     if which == "forward":
         return 2 * (f["block_q"] * f["dim_most"] + f["stages"] * f["block_kv"] * dims) + 128 * (f["warps"] + 1)
-    return 2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"] + 128
+    return (
+        2 * (f["block_kv"] * dims + f["stages"] * f["block_q"] * dims + 2 * f["buffers"] * f["block_q"] * f["block_kv"]) + 8 * f["stages"] * f["block_q"] + 128
+    )
 
 
 def dq_smem_bytes(f: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dim_qk), "columns_v": _columns(dim_v), "sms": target.sms,
-        "section_bytes": target.l2_bytes * 16 // 25 if facts.has_mask else 0,
+        "section_bytes": target.l2_bytes * 16 // 25 if facts.has_mask or problem.size == "long" else 0,
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
     masked, long = facts.has_mask, problem.size == "long"
