@@ -4,8 +4,25 @@
 """
 
 from .catalogue import (
-    alibi, bias, block_sparse, butterfly, causal, causal_top_left, chunked, dilated, document, from_dense, global_tokens, local_global, neighborhood, padding,
-    prefix_lm, relative_bias, sliding_window, softcap, t5_bias,
+    alibi,
+    bias,
+    block_sparse,
+    butterfly,
+    causal,
+    causal_top_left,
+    chunked,
+    dilated,
+    document,
+    from_dense,
+    global_tokens,
+    local_global,
+    neighborhood,
+    padding,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+    t5_bias,
 )  # fmt: skip
 from .errors import CompileError, DeviceError, DtypeError, FlashgenError, ShapeError, VariantError
 from .flex import AuxOutput, AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks

@@ -48,7 +48,8 @@ class Bound:
         self._pointers = tuple(f.name for f in fields if f.code == "Q")
         assert all(f.code == "Q" for f in fields[len(maps) :][: len(self._pointers)]), "tensor maps and then pointers come first in Params"
         self._addresses = struct.Struct(f"<{len(self._pointers)}Q")
-        extras: dict[str, int | float | bytes] = {**{m.field: bytes(TENSOR_MAP_BYTES) for m in maps}, **family.numbers(executable.problem, executable.plan, sizes)}
+        extras: dict[str, int | float | bytes] = {m.field: bytes(TENSOR_MAP_BYTES) for m in maps}
+        extras |= family.numbers(executable.problem, executable.plan, sizes)
         self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **extras, **arguments})
         wanted = family.workspaces(executable.problem, executable.plan, sizes)
         self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted]

@@ -2,6 +2,7 @@
 // Keys of a row: k <= q + kv_len - q_len.
 // Tiles are empty, full or partial by interval evaluation.
 // Score: a general function of s, 3 operations per pair, 0 of them loads.
+
 // Flash attention backward on a CPU: one task per (batch item, kv head) walks the query tiles of all its query heads and, for each, the key tiles
 // they see. With few heads the query tiles are dealt out to several tasks, whose dK and dV are added up in a fixed order.
 //
@@ -88,8 +89,8 @@ FG_FN Item item(const Params& p, int b) {
 struct Uniform {
   Lens lens;
   int b, h;
-  int u0;
-  real u1;
+  real u0;
+  int u1;
 };
 
 struct Row {
@@ -104,14 +105,14 @@ FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
   u.lens = lens;
   u.b = b;
   u.h = h;
-  u.u0 = u.lens.kv_len - u.lens.q_len;
-  u.u1 = 1.0f / p.float_1;
+  u.u0 = 1.0f / p.float_1;
+  u.u1 = u.lens.kv_len - u.lens.q_len;
   return u;
 }
 
 FG_FN Row row(const Params& p, const Uniform& u, int q) {
   Row r{};
-  r.r0 = q + u.u0;
+  r.r0 = q + u.u1;
   return r;
 }
 
@@ -122,14 +123,14 @@ FG_FN Col col(const Params& p, const Uniform& u, int k) {
 
 // s is scale * (q . k)
 FG_FN real score(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k) {
-  return p.float_0 * fg::tanh(s / p.float_1);
+  return p.float_0 * fg::tanh(s * u.u0);
 }
 
 // the score and d score / d s
 FG_FN void score_grad(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k, real& value, real& slope) {
-  const real t0 = fg::tanh(s / p.float_1);
+  const real t0 = fg::tanh(s * u.u0);
   value = p.float_0 * t0;
-  slope = u.u1 * (1.0f - t0 * t0) * p.float_0;
+  slope = u.u0 * (1.0f - t0 * t0) * p.float_0;
 }
 
 FG_FN bool mask(const Params& p, const Uniform& u, const Row& r, const Col& c, int q, int k) {
@@ -191,10 +192,6 @@ struct Task {
   real *dk, *dv;  // sums of this task, [key][ROW_QK] and [key][ROW_V]
 };
 
-FG_FN bool visible(const Task& task, const Row* rows, int lane, int k) {
-  return mask(task.params, task.uniform, rows[lane], col(task.params, task.uniform, k), task.q_first + lane, k);
-}
-
 // Query, dO, lse and delta of the tile. A row without keys is made of zeros: whatever its dO holds, nothing comes of it.
 FG_FN void load_tile(const Task& task, Scratch& scratch) {
   const Params& p = task.params;
@@ -212,7 +209,7 @@ FG_FN void load_tile(const Task& task, Scratch& scratch) {
       for (int d = 0; d < ROW_QK; ++d) scratch.query_rows[lane * ROW_QK + d] = 0;
       for (int d = 0; d < ROW_V; ++d) scratch.dout_rows[lane * ROW_V + d] = 0;
     } else {
-      for (int d = 0; d < HEAD_DIM_V; ++d) delta += scratch.dout_rows[lane * ROW_V + d] * to_real(out[lane * p.out_stride_l + d]);
+      delta = dot<HEAD_DIM_V>(scratch.dout_rows + lane * ROW_V, out + lane * p.out_stride_l);
     }
     scratch.lse[lane] = empty ? infinity<real>() : lse * real(LOG2E);
     scratch.delta[lane] = delta;
@@ -222,8 +219,12 @@ FG_FN void load_tile(const Task& task, Scratch& scratch) {
   transpose_rows<HEAD_DIM_V, ROW_V, BLOCK_Q>(scratch.dout_rows, scratch.dout);
 }
 
-// One key against all lanes: s becomes the weight P, dp becomes dS.
-FG_FN void differentiate(const Task& task, const Row* rows, int k, bool partial, bool exact, const Scratch& scratch, real* __restrict s, real* __restrict dp) {
+FG_FN bool visible(const Task& task, const Row* rows, int lane, int k) {
+  return mask(task.params, task.uniform, rows[lane], col(task.params, task.uniform, k), task.q_first + lane, k);
+}
+
+// One key against all lanes: s becomes the weight P = 2^(score * factor - lse), dp becomes dS.
+FG_FN void differentiate(const Task& task, const Row* rows, int k, bool partial, bool exact, real factor, const Scratch& scratch, real* __restrict s, real* __restrict dp) {
   const Col column = col(task.params, task.uniform, k);
   alignas(64) real slope[BLOCK_Q];
   for (int lane = 0; lane < BLOCK_Q; ++lane) score_grad(task.params, task.uniform, rows[lane], column, s[lane], task.q_first + lane, k, s[lane], slope[lane]);
@@ -235,11 +236,10 @@ FG_FN void differentiate(const Task& task, const Row* rows, int k, bool partial,
   }
 #pragma GCC unroll 8
   for (int j = 0; j < VECTORS; ++j) {
-    const vec weight = fg::exp2(load(s + j * WIDTH) * real(LOG2E) - load(scratch.lse + j * WIDTH));
+    const vec weight = fg::exp2(load(s + j * WIDTH) * factor - load(scratch.lse + j * WIDTH));
     vec gradient = weight * (load(dp + j * WIDTH) - load(scratch.delta + j * WIDTH));
     gradient = weight == real(0) ? vec{} : gradient;  // a masked dP may be NaN
-    const vec factor = load(slope + j * WIDTH);
-    gradient = weight == real(0) ? vec{} : gradient * factor;
+    gradient = weight == real(0) ? vec{} : gradient * load(slope + j * WIDTH);
     store(s + j * WIDTH, weight);
     store(dp + j * WIDTH, gradient);
   }
@@ -261,12 +261,13 @@ FG_FN void walk_keys(const Task& task, bool exact, Scratch& scratch) {
     const int kind = tile_class(p, task.uniform, task.q_first, q_last, k_first, k_first + count - 1);
     if (kind == EMPTY) continue;
     const bool partial = kind == PARTIAL;
-    long long key_stride = p.k_stride_l, value_stride = p.v_stride_l;
+    long long key_stride = p.k_stride_l;
     const real* const key = rows_as_real<HEAD_DIM_QK>(keys + k_first * key_stride, key_stride, count, scratch.key);
-    const real* const value = rows_as_real<HEAD_DIM_V>(values + k_first * value_stride, value_stride, count, scratch.value);
     multiply_rows<VECTORS>(key, key_stride, count, scratch.query, HEAD_DIM_QK, scratch.weights);
+    long long value_stride = p.v_stride_l;
+    const real* const value = rows_as_real<HEAD_DIM_V>(values + k_first * value_stride, value_stride, count, scratch.value);
     multiply_rows<VECTORS>(value, value_stride, count, scratch.dout, HEAD_DIM_V, scratch.dscores);
-    for (int n = 0; n < count; ++n) differentiate(task, rows, k_first + n, partial, exact, scratch, scratch.weights + n * BLOCK_Q, scratch.dscores + n * BLOCK_Q);
+    for (int n = 0; n < count; ++n) differentiate(task, rows, k_first + n, partial, exact, LOG2E, scratch, scratch.weights + n * BLOCK_Q, scratch.dscores + n * BLOCK_Q);
     if (exact) {
       if (partial) {
         accumulate_visible_columns<HEAD_DIM_QK, VECTORS>(key, key_stride, count, scratch.dscores, nullptr, scratch.dquery,
@@ -283,12 +284,14 @@ FG_FN void walk_keys(const Task& task, bool exact, Scratch& scratch) {
 }
 
 void run(const Task& task, Scratch& scratch) {
-  const Params& p = task.params;
   load_tile(task, scratch);
-  walk_keys(task, false, scratch);
   // NaN or Inf in dQ is rare and may come from a masked key: only then is it computed again, exactly.
-  if (!all_finite(scratch.dquery, HEAD_DIM_QK * BLOCK_Q)) walk_keys(task, true, scratch);
-  real factor[BLOCK_Q];
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    walk_keys(task, attempt == 1, scratch);
+    if (all_finite(scratch.dquery, HEAD_DIM_QK * BLOCK_Q)) break;
+  }
+  const Params& p = task.params;
+  alignas(64) real factor[BLOCK_Q];
   for (int lane = 0; lane < BLOCK_Q; ++lane) factor[lane] = p.scale;
   T* const dq = p.dq + task.b * p.dq_stride_b + task.h * p.dq_stride_h + (task.at.q_start + task.q_first) * p.dq_stride_l;
   store_transposed<HEAD_DIM_QK, BLOCK_Q>(scratch.dquery, factor, task.rows, dq, p.dq_stride_l);
@@ -297,20 +300,18 @@ void run(const Task& task, Scratch& scratch) {
 // Elements of the sums of one task: rows of dK, then rows of dV.
 struct Sums {
   long long dk_size, size;
-  explicit Sums(const Params& p) : dk_size((long long)p.kv_len * ROW_QK), size(dk_size + (long long)p.kv_len * ROW_V) {}
+  explicit Sums(const Params& p) : dk_size(round_up<long long>(p.kv_len, 32) * ROW_QK), size(dk_size + round_up<long long>(p.kv_len, 32) * ROW_V) {}
 };
 
 // Adds up the sums of all parts, in their order, and stores keys first..last-1 of one gradient; keys that are not in use get 0.
 template <int DIM, int ROW>
-FG_FN void store_sums(const real* sums, long long part_size, int parts, int first, int last, int in_use, T* target, long long stride) {
+FG_FN void store_sums(const real* sums, long long part_size, int parts, int first, int last, int in_use, real factor, T* target, long long stride) {
   for (int k = first; k < last; ++k) {
-    for (int d = 0; d < DIM; ++d) {
-      real total = 0;
-      if (k < in_use) {
-        for (int part = 0; part < parts; ++part) total += sums[part * part_size + (long long)k * ROW + d];
-      }
-      target[k * stride + d] = from_real<T>(total);
+    real total[DIM] = {};
+    for (int part = 0; part < (k < in_use ? parts : 0); ++part) {
+      for (int d = 0; d < DIM; ++d) total[d] += sums[part * part_size + (long long)k * ROW + d];
     }
+    for (int d = 0; d < DIM; ++d) target[k * stride + d] = from_real<T>(total[d] * factor);
   }
 }
 
@@ -319,9 +320,9 @@ void store_head(const Params& p, int b, int kv_head, const Sums& sums, const rea
   const Item at = item(p, b);
   const long long keys = p.kv_len;
   const int first = (int)(keys * slice / slices), last = (int)(keys * (slice + 1) / slices);
-  store_sums<HEAD_DIM_QK, ROW_QK>(first_part, sums.size, parts, first, last, at.lens.kv_len,
+  store_sums<HEAD_DIM_QK, ROW_QK>(first_part, sums.size, parts, first, last, at.lens.kv_len, 1,
                                   p.dk + b * p.dk_stride_b + kv_head * p.dk_stride_h + at.k_start * p.dk_stride_l, p.dk_stride_l);
-  store_sums<HEAD_DIM_V, ROW_V>(first_part + sums.dk_size, sums.size, parts, first, last, at.lens.kv_len,
+  store_sums<HEAD_DIM_V, ROW_V>(first_part + sums.dk_size, sums.size, parts, first, last, at.lens.kv_len, 1,
                                 p.dv + b * p.dv_stride_b + kv_head * p.dv_stride_h + at.k_start * p.dv_stride_l, p.dv_stride_l);
 }
 
@@ -340,21 +341,23 @@ int choose_parts(long long heads, long long most, int threads) {
 
 }  // namespace
 
-// Returns 0, or 1 if memory for the sums of dK and dV ran out. `threads` is the number of OpenMP threads to use.
+// Returns 0, or 1 if memory ran out. `threads` is the number of OpenMP threads to use; for a fixed number results repeat bit by bit.
 extern "C" int fg_backward(const Params* p, int threads) {
   const int q_tiles = (p->q_len + BLOCK_Q - 1) / BLOCK_Q, units = q_tiles * GROUP;
   const long long heads = (long long)p->batch * p->kv_heads;
+  threads = useful_threads((double)heads * GROUP * p->q_len * p->kv_len * (3 * HEAD_DIM_QK + 2 * HEAD_DIM_V), threads);
   const int parts = choose_parts(heads, units, threads);
   const long long tasks = heads * parts;
-  const int turn = tasks_per_turn(tasks, threads);
   const Sums sums(*p);
-  const Buffer buffer(sums.size * (parts > 1 ? tasks : int_min((long long)threads, tasks)));  // a head that one task walks is stored at once
+  const Buffer buffer(sums.size * (parts > 1 ? tasks : (long long)threads));  // per thread when one task walks a head, which is then stored at once
   if (!buffer.data) return 1;
-#pragma omp parallel num_threads(threads) if (tasks > 1)
+  const int turn = tasks_per_turn(tasks, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Scratch storage;
     Scratch& scratch = in_register(storage);
     const FlushSubnormals flush;
+    const Params& own = *p;
 #pragma omp for schedule(dynamic, turn)
     for (long long i = 0; i < tasks; ++i) {
       const int b = (int)(i / parts / p->kv_heads), kv_head = (int)(i / parts % p->kv_heads), part = (int)(i % parts);
@@ -365,7 +368,7 @@ extern "C" int fg_backward(const Params* p, int threads) {
       for (int unit = part; unit < units; unit += parts) {
         const int h = kv_head * GROUP + unit / q_tiles, q_first = unit % q_tiles * BLOCK_Q;
         if (q_first >= at.lens.q_len) continue;
-        run(Task{*p, uniform(*p, at.lens, b, h), at, b, h, q_first, int_min(BLOCK_Q, at.lens.q_len - q_first), dk, dv}, scratch);
+        run(Task{own, uniform(own, at.lens, b, h), at, b, h, q_first, int_min(BLOCK_Q, at.lens.q_len - q_first), dk, dv}, scratch);
       }
       if (parts == 1) store_head(*p, b, kv_head, sums, dk, 1, 0, 1);
     }

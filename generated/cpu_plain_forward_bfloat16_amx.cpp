@@ -12,6 +12,7 @@
 // n: key - k_first. count: keys of a tile that exist; room: count rounded up to 32. Nothing past a length is read.
 #include "fg/base.h"
 
+#define FG_COARSE 1  // 16-bit inputs: functions of the score may be as coarse as they are
 using real = float;        // scores, statistics, captured floats
 using T = fg::bf16;  // q, k, v, out
 
@@ -117,6 +118,7 @@ constexpr int DEPTH_QK = round_up(HEAD_DIM_QK, 32), DEPTH_V = round_up(HEAD_DIM_
 constexpr bool KEYS_IN_PLACE = HEAD_DIM_QK == DEPTH_QK;  // else rows are copied to be padded with zeros
 
 struct Scratch {
+  alignas(64) bf16 query_rows[BLOCK_Q * DEPTH_QK];
   alignas(64) unsigned query[DEPTH_QK / 2 * BLOCK_Q];    // pairs of Q^T
   alignas(64) float scores[2][BLOCK_KV * BLOCK_Q];       // S^T of this tile of keys and of the next
   alignas(64) unsigned weights[BLOCK_KV / 2 * BLOCK_Q];  // pairs of P^T
@@ -188,7 +190,7 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
 FG_FN void finish(const Task& task, const Scratch& scratch, const Softmax<VECTORS>& softmax) {
   const Params& p = task.params;
   const real* const total = (const real*)softmax.total;
-  real factor[BLOCK_Q];
+  alignas(64) real factor[BLOCK_Q];
   const real* const reference = (const real*)softmax.reference;
   const long long statistics = task.b * p.lse_stride_b + task.h * p.lse_stride_h + task.at.q_start + task.q_first;
   for (int lane = 0; lane < task.rows; ++lane) {
@@ -203,48 +205,56 @@ FG_FN void finish(const Task& task, const Scratch& scratch, const Softmax<VECTOR
 void run(const Task& task, Scratch& scratch) {
   const Params& p = task.params;
   const bf16* const query = p.q + task.b * p.q_stride_b + task.h * p.q_stride_h + (task.at.q_start + task.q_first) * p.q_stride_l;
-  pack_columns<HEAD_DIM_QK, DEPTH_QK, BLOCK_Q>(query, p.q_stride_l, task.rows, scratch.query);
+  pack_rows<HEAD_DIM_QK, DEPTH_QK>(query, p.q_stride_l, task.rows, BLOCK_Q, scratch.query_rows);
+  pair_columns<DEPTH_QK, BLOCK_Q>(scratch.query_rows, scratch.query);
   Softmax<VECTORS> softmax;
   attend(task, false, scratch, softmax);
   finish(task, scratch, softmax);
 }
 
-// Where V^T of a batch item begins, in blocks of 32 keys.
+// Where the transposed keys of a batch item begin, in blocks of 32.
 long long first_block(const Params& p, int b) {
   return b * ((p.kv_len + 31ll) / 32);
 }
 
+// The rows of K or V of every kv head, transposed in blocks of 32 keys: target[kv head][block][DEPTH][32]. Called by all threads of a parallel region.
+template <int DIM, int DEPTH>
+void transpose_heads(const Params& p, const bf16* source, long long stride_b, long long stride_h, long long stride_l, int threads, bf16* target) {
+  const long long blocks = first_block(p, p.batch), heads = (long long)p.batch * p.kv_heads;
+  const int slices = heads < 8 * threads ? 16 : 1;  // tasks per head
+  const int turn = tasks_per_turn(heads * slices, threads);
+#pragma omp for schedule(dynamic, turn)
+  for (long long i = 0; i < heads * slices; ++i) {
+    const int b = (int)(i / slices / p.kv_heads), kv_head = (int)(i / slices % p.kv_heads), slice = (int)(i % slices);
+    const Item at = item(p, b);
+    const bf16* const rows = source + b * stride_b + kv_head * stride_h + at.k_start * stride_l;
+    bf16* const head = target + (kv_head * blocks + first_block(p, b)) * 32 * DEPTH;
+    const int in_use = (at.lens.kv_len + 31) / 32;
+    for (int block = in_use * slice / slices; block < in_use * (slice + 1) / slices; ++block) {
+      pack_transposed<DIM, DEPTH>(rows + block * 32 * stride_l, stride_l, int_min(32, at.lens.kv_len - block * 32), head + (long long)block * 32 * DEPTH);
+    }
+  }
+}
 }  // namespace
 
 // Returns 0, 1 if memory for V^T ran out, or 2 if the system denies the tile registers. `threads` is the number of OpenMP threads to use.
 extern "C" int fg_forward(const Params* p, int threads) {
   if (!tiles_allowed()) return 2;
-  const long long blocks = first_block(*p, p->batch), heads = (long long)p->batch * p->kv_heads;
+  threads = useful_threads((double)p->batch * p->heads * p->q_len * p->kv_len * (HEAD_DIM_QK + HEAD_DIM_V) / 4, threads);
+  const long long blocks = first_block(*p, p->batch);
   const Buffer buffer((blocks * p->kv_heads * 32 * DEPTH_V + 1) / 2);
   if (!buffer.data) return 1;
   bf16* const values = (bf16*)buffer.data;  // [kv head][block][DEPTH_V][32]
   const int q_tiles = (p->q_len + BLOCK_Q - 1) / BLOCK_Q;
   const long long tasks = (long long)p->batch * p->heads * q_tiles;
   const int turn = tasks_per_turn(tasks, threads);
-  const int slices = heads < 8 * threads ? 16 : 1;  // of the keys of a head, for the transposition of V
-  const int slices_per_turn = tasks_per_turn(heads * slices, threads);
-#pragma omp parallel num_threads(threads) if (tasks > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Scratch storage;
     Scratch& scratch = in_register(storage);
     const FlushSubnormals flush;
     const TileSession session;
-#pragma omp for schedule(dynamic, slices_per_turn)
-    for (long long i = 0; i < heads * slices; ++i) {
-      const int b = (int)(i / slices / p->kv_heads), kv_head = (int)(i / slices % p->kv_heads), slice = (int)(i % slices);
-      const Item at = item(*p, b);
-      const bf16* const source = p->v + b * p->v_stride_b + kv_head * p->v_stride_h + at.k_start * p->v_stride_l;
-      bf16* const target = values + (kv_head * blocks + first_block(*p, b)) * 32 * DEPTH_V;
-      const int in_use = (at.lens.kv_len + 31) / 32;
-      for (int block = in_use * slice / slices; block < in_use * (slice + 1) / slices; ++block) {
-        pack_transposed<HEAD_DIM_V, DEPTH_V>(source + block * 32 * p->v_stride_l, p->v_stride_l, int_min(32, at.lens.kv_len - block * 32), target + (long long)block * 32 * DEPTH_V);
-      }
-    }
+    transpose_heads<HEAD_DIM_V, DEPTH_V>(*p, p->v, p->v_stride_b, p->v_stride_h, p->v_stride_l, threads, values);
 #pragma omp for schedule(dynamic, turn)
     for (long long i = 0; i < tasks; ++i) {
       // Last tiles first: under a causal mask they are the longest.

@@ -174,9 +174,11 @@ using namespace fg;
 
 constexpr int VECTORS = BLOCK_Q / WIDTH;  // vectors of lanes in a tile
 static_assert(BLOCK_Q % WIDTH == 0, "a tile of query rows is whole vectors");
+constexpr int ROW_QK = round_up(HEAD_DIM_QK, WIDTH);
 constexpr bool CONVERT = !same_type<T, real>::value;
 
 struct Scratch {
+  alignas(64) real query_rows[BLOCK_Q * ROW_QK];
   alignas(64) real query[HEAD_DIM_QK * BLOCK_Q];                             // scale * Q^T
   alignas(64) real scores[round_up(BLOCK_KV, rows_for(VECTORS)) * BLOCK_Q];  // S^T, then P^T
   alignas(64) real out[HEAD_DIM_V * BLOCK_Q];                                // O^T, not yet divided by the sum of weights
@@ -256,7 +258,7 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
 FG_FN void finish(const Task& task, const Scratch& scratch, const Softmax<VECTORS>& softmax) {
   const Params& p = task.params;
   const real* const total = (const real*)softmax.total;
-  real factor[BLOCK_Q];
+  alignas(64) real factor[BLOCK_Q];
   const real* const reference = (const real*)softmax.reference;
   const long long statistics = task.b * p.lse_stride_b + task.h * p.lse_stride_h + task.at.q_start + task.q_first;
   for (int lane = 0; lane < task.rows; ++lane) {
@@ -272,7 +274,8 @@ FG_FN void finish(const Task& task, const Scratch& scratch, const Softmax<VECTOR
 void run(const Task& task, Scratch& scratch) {
   const Params& p = task.params;
   const T* const query = p.q + task.b * p.q_stride_b + task.h * p.q_stride_h + (task.at.q_start + task.q_first) * p.q_stride_l;
-  load_transposed<HEAD_DIM_QK, BLOCK_Q>(query, p.q_stride_l, task.rows, p.scale, scratch.query);
+  load_rows<HEAD_DIM_QK, ROW_QK, BLOCK_Q>(query, p.q_stride_l, task.rows, p.scale, scratch.query_rows);
+  transpose_rows<HEAD_DIM_QK, ROW_QK, BLOCK_Q>(scratch.query_rows, scratch.query);
   Softmax<VECTORS> softmax;
   // NaN or Inf in the result is rare and may come from a masked value: only then is the tile done again, exactly.
   for (int attempt = 0; attempt < 2; ++attempt) {
@@ -288,8 +291,9 @@ void run(const Task& task, Scratch& scratch) {
 extern "C" int fg_forward(const Params* p, int threads) {
   const int q_tiles = (p->q_len + BLOCK_Q - 1) / BLOCK_Q;
   const long long tasks = (long long)p->batch * p->heads * q_tiles;
+  threads = useful_threads((double)p->batch * p->heads * p->q_len * p->kv_len * (HEAD_DIM_QK + HEAD_DIM_V), threads);
   const int turn = tasks_per_turn(tasks, threads);
-#pragma omp parallel num_threads(threads) if (tasks > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Scratch storage;
     Scratch& scratch = in_register(storage);

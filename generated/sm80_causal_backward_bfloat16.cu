@@ -19,14 +19,16 @@ constexpr int CTAS = 1;
 constexpr int DIM_MOST = 128;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
-constexpr int KEY_WARPS = 2;
+constexpr int DQ_PASSES = 1;
+constexpr int KEY_WARPS = 4;
 constexpr int QUERY_WARPS = 2;
 constexpr int SCORE_PASSES = 1;
 constexpr int SCORE_WARPS_Q = 2;
 constexpr int SECTION_BYTES = 20971520;
 constexpr int SIMT = 0;
-constexpr int SMEM_BYTES = 164864;
+constexpr int SMEM_BYTES = 164992;
 constexpr int STAGES = 2;
+constexpr int UNROLL = 4;
 constexpr int WARPS = 8;
 
 #include "fg/math.cuh"
@@ -154,20 +156,21 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 //   b, h, kv_head       batch item (or sequence), query head, kv head
 //   scores, dp          the tile S (rows x keys) and dP, one warp's part: rows [score_row, + 16 M), keys [score_key, + 8 N SCORE_PASSES), a pass at a time
 //   dk, dv              rows are keys: [out_key, + 16 M_K); columns [out_qk, + 8 N_QK), [out_v, + 8 N_V)
-//   dq                  rows [dq_row, + 16 M_Q), columns [dq_column, + 8 N_Q) of the tile's gradient
+//   dq                  rows [dq_row, + 16 M_Q), columns [dq_column, + 8 N_Q DQ_PASSES) of the tile's gradient, a pass at a time
 //   acc[m][n][e]        row m * 16 + e / 2 * 8 + lane / 4, column n * 8 + lane % 4 * 2 + e % 2 of such a part
 // P and dS cross between warps through shared memory, rounded to T. A barrier after they are written is the only one with STAGES == 3 and BUFFERS == 2: it also
 // says that the copies of the next tile have arrived and that nobody reads the previous tile's stage and buffer any more, so that warps may drift apart by half a
 // tile. With STAGES == 2 another one precedes the scores, and copies run one tile ahead instead of two; with STAGES == 1 they follow a third barrier.
 
 constexpr int THREADS = WARPS * 32;
+constexpr int WINDOW = 128;  // tiles that are classified at a time, each by one thread, so that no code for it burdens the loop
 constexpr int SCORE_WARPS_K = WARPS / SCORE_WARPS_Q, M = BLOCK_Q / SCORE_WARPS_Q / 16, ROWS = 2 * M, N = BLOCK_KV / SCORE_WARPS_K / SCORE_PASSES / 8;
 constexpr int KEY_WARPS_D = WARPS / KEY_WARPS, M_K = BLOCK_KV / KEY_WARPS / 16, N_QK = DIM_QK / KEY_WARPS_D / 8, N_V = DIM_V / KEY_WARPS_D / 8;
-constexpr int QUERY_WARPS_D = WARPS / QUERY_WARPS, M_Q = BLOCK_Q / QUERY_WARPS / 16, N_Q = DIM_QK / QUERY_WARPS_D / 8;
+constexpr int QUERY_WARPS_D = WARPS / QUERY_WARPS, M_Q = BLOCK_Q / QUERY_WARPS / 16, N_Q = DIM_QK / QUERY_WARPS_D / DQ_PASSES / 8;
 static_assert(M * SCORE_WARPS_Q * 16 == BLOCK_Q && N * SCORE_PASSES * SCORE_WARPS_K * 8 == BLOCK_KV && N % 2 == 0, "scores");
 static_assert(BUFFERS == (STAGES == 3 ? 2 : 1), "one barrier a tile needs two of P and dS");
 static_assert(M_K * KEY_WARPS * 16 == BLOCK_KV && N_QK * KEY_WARPS_D * 8 == DIM_QK && N_V * KEY_WARPS_D * 8 == DIM_V && N_QK % 2 == 0 && N_V % 2 == 0, "dK and dV");
-static_assert(M_Q * QUERY_WARPS * 16 == BLOCK_Q && N_Q * QUERY_WARPS_D * 8 == DIM_QK && N_Q % 2 == 0, "dQ");
+static_assert(M_Q * QUERY_WARPS * 16 == BLOCK_Q && N_Q * DQ_PASSES * QUERY_WARPS_D * 8 == DIM_QK && N_Q % 2 == 0, "dQ");
 
 struct Smem {
   fg::Tile<BLOCK_KV, DIM_QK> k;  // keys, at the end dK
@@ -176,6 +179,7 @@ struct Smem {
   fg::Tile<BLOCK_Q, DIM_V> dout[STAGES];
   fg::Tile<BLOCK_Q, BLOCK_KV> p[BUFFERS], ds[BUFFERS];
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  alignas(128) unsigned char kinds[WINDOW];  // classes of the q tiles window_first, window_first + 1 ... (variants with a mask)
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -306,38 +310,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_tiles = (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
   const fg::Work work = fg::work_of_block(blockIdx.x, kv_tiles, p.batch * p.kv_heads, p.q_len * 2ll * (DIM_QK + DIM_V) * GROUP, SECTION_BYTES);
-  const int b = work.head / p.kv_heads, kv_head = work.head % p.kv_heads, k_first = (kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const int b = fg::same_in_warp(work.head / p.kv_heads), kv_head = work.head - b * p.kv_heads, k_first = (kv_tiles - 1 - work.tile) * BLOCK_KV;
   const Item at = item(p, b);
   const int q_len = at.lens.q_len, kv_len = at.lens.kv_len;
   const int k_last = min(k_first + BLOCK_KV, kv_len) - 1;  // < k_first for keys beyond seqlens_k, whose gradients are 0
 
-  // Goes on to the next q tile that sees a key of this block; head == GROUP when there is none.
-  struct Place { int head, tile, end, kind; };
-  Uniform ahead;  // of the head that was looked at last
+  // A q tile of the walk, DONE at its end.
+  constexpr int DONE = -2;
+  struct Place { int head, tile, kind; };
+  Uniform ahead;  // of the head where the walk looks for tiles, which end at ahead_end
+  int ahead_end;
+  int window_first = 0, window_end = 0;
+  auto classify = [&](int first) {  // the WINDOW of tiles that begins with `first`
+    window_first = first;
+    window_end = min(first + WINDOW, ahead_end);
+    for (int tile = first + threadIdx.x; tile < window_end; tile += THREADS) {
+      const int q_first = tile * BLOCK_Q;
+      int kind = tile_class(p, ahead, q_first, min(q_first + BLOCK_Q, q_len) - 1, k_first, k_last);
+      if (kind == fg::FULL && (q_first + BLOCK_Q > q_len || k_first + BLOCK_KV > kv_len)) kind = fg::PARTIAL;
+      smem.kinds[tile - first] = kind;
+    }
+  };
   auto open_head = [&](Place& place) {
     ahead = uniform(p, at.lens, b, kv_head * GROUP + place.head);
     const fg::Range seen = k_last < k_first ? fg::Range{0, 0} : q_range(p, ahead, k_first, k_last);
     place.tile = seen.begin / BLOCK_Q - 1;
-    place.end = (seen.end + BLOCK_Q - 1) / BLOCK_Q;
+    ahead_end = (seen.end + BLOCK_Q - 1) / BLOCK_Q;
+    window_end = place.tile + 1;
   };
-  auto advance = [&](Place& place) {
-    while (place.head < GROUP) {
-      if (++place.tile >= place.end) {
-        if (++place.head < GROUP) open_head(place);
+  auto advance = [&](Place& place) {  // to the next tile that sees a key of this block; all threads of the block call it together
+    while (place.tile != DONE) {
+      if (++place.tile >= ahead_end) {
+        if (GROUP == 1 || ++place.head == GROUP) place.tile = DONE;
+        else open_head(place);
         continue;
       }
-      const int q_first = place.tile * BLOCK_Q, q_last = min(q_first + BLOCK_Q, q_len) - 1;
-      place.kind = tile_class(p, ahead, q_first, q_last, k_first, k_last);
+      if (place.tile >= window_end) {
+        __syncthreads();
+        classify(place.tile);
+        __syncthreads();
+      }
+      place.kind = smem.kinds[place.tile - window_first];
       if (place.kind == fg::EMPTY) continue;
-      if (q_first + BLOCK_Q > q_len || k_first + BLOCK_KV > kv_len) place.kind = fg::PARTIAL;
       return;
     }
   };
   auto load = [&](const Place& place, int stage) {
-    if (place.head >= GROUP) return;
+    if (place.tile == DONE) return;
     const int h = kv_head * GROUP + place.head, q_first = place.tile * BLOCK_Q, rows = q_len - q_first;
-    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.q[stage], FG_ROWS(q, b, h, at.q_start + q_first), p.q_stride_l, rows);
-    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.dout[stage], FG_ROWS(dout, b, h, at.q_start + q_first), p.dout_stride_l, rows);
+    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.q[stage], FG_ROWS(q, b, h, at.q_start), p.q_stride_l, q_first, q_len);
+    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.dout[stage], FG_ROWS(dout, b, h, at.q_start), p.dout_stride_l, q_first, q_len);
     const long long index = b * p.lse_stride_b + h * p.lse_stride_h + at.q_start + q_first;
     for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
       fg::copy_async_4(fg::shared_address(&smem.lse[stage][i]), p.lse + index + i, i < rows ? 4 : 0);
@@ -361,18 +383,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
   const auto dk_q_lane = fg::lane_down<N_QK>(smem.q[0], 0, out_qk / 8);
   float dk[M_K][N_QK][4];
   fg::clear(dk);
-  const int dq_row = warp / QUERY_WARPS_D * M_Q * 16, dq_column = warp % QUERY_WARPS_D * N_Q * 8;
+  const int dq_row = warp / QUERY_WARPS_D * M_Q * 16, dq_column = warp % QUERY_WARPS_D * DQ_PASSES * N_Q * 8;
   const auto dq_ds_lane = fg::lane_down(smem.ds[0], dq_row);
-  const auto dq_k_lane = fg::lane_down<N_Q>(smem.k, 0, dq_column / 8);
+  const auto dq_k_lane = fg::lane_down<N_Q * DQ_PASSES>(smem.k, 0, dq_column / 8);
   const float multiplier = p.scale * (float)fg::LOG2E;
-  Place place{0, 0, 0, fg::EMPTY};
+  Place place{};
   open_head(place);
   advance(place);
   Place next = place;
   advance(next);
-  if (place.head < GROUP) {
-    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.k, FG_ROWS(k, b, kv_head, at.k_start + k_first), p.k_stride_l, kv_len - k_first);
-    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.v, FG_ROWS(v, b, kv_head, at.k_start + k_first), p.v_stride_l, kv_len - k_first);
+  if (place.tile != DONE) {
+    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.k, FG_ROWS(k, b, kv_head, at.k_start), p.k_stride_l, k_first, kv_len);
+    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.v, FG_ROWS(v, b, kv_head, at.k_start), p.v_stride_l, k_first, kv_len);
   }
   load(place, 0);
   fg::copy_commit();
@@ -382,11 +404,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
     fg::copy_wait<1>();
     __syncthreads();
   }
-  Uniform u = uniform(p, at.lens, b, kv_head * GROUP + (place.head < GROUP ? place.head : 0));
+  Uniform u = uniform(p, at.lens, b, kv_head * GROUP + place.head % GROUP);
   int stage = 0, buffer = 0;
 
 #pragma unroll 1
-  while (place.head < GROUP) {
+  while (place.tile != DONE) {
     if constexpr (STAGES < 3) {
       fg::copy_wait<0>();
       __syncthreads();
@@ -411,8 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
       float scores[M][N][4], dp[M][N][4];
       fg::clear(scores);
       fg::clear(dp);
-      fg::multiply<T, DIM_QK / 16, false, true>(scores, s_q_lane.shifted(stage * sizeof(smem.q[0])), s_k_lane.shifted(pass * N * 8 * smem.k.PITCH));
-      fg::multiply<T, DIM_V / 16, false, true>(dp, dp_dout_lane.shifted(stage * sizeof(smem.dout[0])), dp_v_lane.shifted(pass * N * 8 * smem.v.PITCH));
+      fg::multiply<T, DIM_QK / 16, false, true, UNROLL>(scores, s_q_lane.shifted(stage * sizeof(smem.q[0])), s_k_lane.shifted(pass * N * 8 * smem.k.PITCH));
+      fg::multiply<T, DIM_V / 16, false, true, UNROLL>(dp, dp_dout_lane.shifted(stage * sizeof(smem.dout[0])), dp_v_lane.shifted(pass * N * 8 * smem.v.PITCH));
       // Score and lse to probability, then to d score; what is not visible is selected to 0.
       auto differentiate = [&](bool partial) {
 #pragma unroll
@@ -439,8 +461,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
             }
           }
       };
-      if (place.kind == fg::FULL) differentiate(false);
-      else differentiate(true);
+      const bool partial = place.kind == fg::PARTIAL;
+      if (partial) differentiate(true);
+      else differentiate(false);
       fg::store_accumulators<T>(own_p_lane.moved(pass * N).shifted(buffer * sizeof(smem.p[0])), scores);
       fg::store_accumulators<T>(own_ds_lane.moved(pass * N).shifted(buffer * sizeof(smem.ds[0])), dp);
     }
@@ -454,14 +477,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
     }
 
     fg::multiply<T, BLOCK_Q / 16, true, false>(dv, dv_p_lane.shifted(buffer * sizeof(smem.p[0])), dv_dout_lane.shifted(stage * sizeof(smem.dout[0])));
-    float dq[M_Q][N_Q][4];
-    fg::clear(dq);
-    fg::multiply<T, BLOCK_KV / 16, false, false>(dq, dq_ds_lane.shifted(buffer * sizeof(smem.ds[0])), dq_k_lane);
     float* const dq_tile = dq_sum_tile(p, at, b, kv_head * GROUP + place.head, place.tile) + (dq_row / 16 * (DIM_QK / 8) + dq_column / 8) * FRAGMENT;
+#pragma unroll 1
+    for (int pass = 0; pass < DQ_PASSES; ++pass) {
+      float dq[M_Q][N_Q][4];
+      fg::clear(dq);
+      fg::multiply<T, BLOCK_KV / 16, false, false>(dq, dq_ds_lane.shifted(buffer * sizeof(smem.ds[0])), dq_k_lane.moved(pass * N_Q));
 #pragma unroll
-    for (int m = 0; m < M_Q; ++m)
+      for (int m = 0; m < M_Q; ++m)
 #pragma unroll
-      for (int n = 0; n < N_Q; ++n) dq_sum_add(dq_tile + (m * (DIM_QK / 8) + n) * FRAGMENT, dq[m][n]);
+        for (int n = 0; n < N_Q; ++n) dq_sum_add(dq_tile + (m * (DIM_QK / 8) + pass * N_Q + n) * FRAGMENT, dq[m][n]);
+    }
     fg::multiply<T, BLOCK_Q / 16, true, false>(dk, dk_ds_lane.shifted(buffer * sizeof(smem.ds[0])), dk_q_lane.shifted(stage * sizeof(smem.q[0])));
     if constexpr (STAGES == 1) {
       __syncthreads();
@@ -473,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
       stage = stage == 2 ? 0 : stage + 1;
       buffer ^= 1;
     }
-    if (next.head != place.head && next.head < GROUP) u = uniform(p, at.lens, b, kv_head * GROUP + next.head);
+    if (next.head != place.head && next.tile != DONE) u = uniform(p, at.lens, b, kv_head * GROUP + next.head);
     place = next;
     next = after;
   }

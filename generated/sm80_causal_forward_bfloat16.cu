@@ -21,8 +21,9 @@ constexpr int DIM_V = 128;
 constexpr int Q_IN_REGISTERS = 0;
 constexpr int SECTION_BYTES = 20971520;
 constexpr int SIMT = 0;
-constexpr int SMEM_BYTES = 98304;
-constexpr int STAGES = 2;
+constexpr int SMEM_BYTES = 66176;
+constexpr int STAGES = 1;
+constexpr int UNROLL = 8;
 constexpr int WARPS = 4;
 
 #include "fg/math.cuh"
@@ -132,12 +133,14 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 //   m, n                16-row and 8-column fragments of accumulators; g = lane / 4, c = lane % 4
 //   acc[m][n][e]        row m * 16 + e / 2 * 8 + g, column n * 8 + 2 c + e % 2
 //   r = 2 m + e / 2     the ROWS rows of a thread; the four lanes of a quad share a row
-//   tile, kind          kv tile number and its class under the mask: EMPTY ones are not loaded, FULL ones run without mask code
+//   tile, kind          kv tile number and its class under the mask for this warp's rows: FULL ones run without mask code, EMPTY ones not at all; a tile that is EMPTY
+//                       for all warps is not loaded
 //   offset[r]           log2 of the weight that exponents are relative to: the row's maximum, which it may lag behind by LAG, which spares most rescalings
 // Copies: with STAGES == 1 the values of a tile arrive while its scores are computed and the keys of the next one during softmax and P V (two barriers a tile);
 // with STAGES == 2 both arrive a tile ahead (one barrier a tile: after it nobody reads the other stage any more).
 
 constexpr int THREADS = WARPS * 32, WARP_ROWS = BLOCK_Q / WARPS, M = WARP_ROWS / 16, ROWS = 2 * M, N = BLOCK_KV / 8, N_V = DIM_V / 8;
+constexpr int WINDOW = 128;            // tiles that are classified at a time, each by one lane, so that no code for it burdens the loop
 constexpr float LAG = 8.0f;            // log2; P then reaches 256, which T holds as exactly as 1
 constexpr float LOWEST = -3.4028235e38f;  // below every score but -inf, whose weight is then 0 without a special case
 
@@ -148,6 +151,9 @@ struct Smem {
   };
   fg::Tile<BLOCK_KV, DIM_QK> k[STAGES];
   fg::Tile<BLOCK_KV, DIM_V> v[STAGES];
+  alignas(128) const T* volatile keys;  // addresses of the head's first key and value: needed once a tile, they are not worth registers in between
+  const T* volatile values;
+  alignas(16) unsigned char kinds[WINDOW][WARPS];  // classes of the tiles window_first, window_first + 1 ..., for each warp (variants with a mask)
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -179,11 +185,12 @@ __device__ __forceinline__ void repair_row(const Params& p, const Item& at, cons
       if (d < HEAD_DIM_V) acc[i] += probability * fg::to_real(values[k * p.v_stride_l + d]);
     }
   }
-  T* const out = p.out + b * p.out_stride_b + h * p.out_stride_h + (at.q_start + q) * p.out_stride_l;
+  const long long row_offset = b * p.out_stride_b + h * p.out_stride_h + (at.q_start + q) * p.out_stride_l;
 #pragma unroll
   for (int i = 0; i < STEPS_V; ++i) {
     const int d = i * 32 + lane;
-    if (d < HEAD_DIM_V) out[d] = fg::from_real<T>(acc[i]);
+    if (d >= HEAD_DIM_V) continue;
+    p.out[row_offset + d] = fg::from_real<T>(acc[i]);
   }
 }
 
@@ -193,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   const fg::Work work = fg::work_of_block(blockIdx.x, (p.q_len + BLOCK_Q - 1) / BLOCK_Q, p.batch * p.heads, p.kv_len * 2ll * (DIM_QK + DIM_V) / GROUP, SECTION_BYTES);
-  const int b = work.head / p.heads, h = work.head % p.heads, q_first = work.tile * BLOCK_Q;
+  const int b = fg::same_in_warp(work.head / p.heads), h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
   const Item at = item(p, b);
   const int q_len = at.lens.q_len, kv_len = at.lens.kv_len;
   if (q_first >= q_len) return;
@@ -203,32 +210,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) rows[r] = row(p, u, own_first + r * 8);
 
-  const T* const keys = p.k + b * p.k_stride_b + h / GROUP * p.k_stride_h + at.k_start * p.k_stride_l;
-  const T* const values = p.v + b * p.v_stride_b + h / GROUP * p.v_stride_h + at.k_start * p.v_stride_l;
+  if (threadIdx.x == 0) {
+    smem.keys = p.k + b * p.k_stride_b + h / GROUP * p.k_stride_h + at.k_start * p.k_stride_l;
+    smem.values = p.v + b * p.v_stride_b + h / GROUP * p.v_stride_h + at.k_start * p.v_stride_l;
+  }
+  __syncthreads();
   const fg::Range seen = kv_range(p, u, q_first, q_last);
   const int first = seen.begin / BLOCK_KV;
 
-  // The next tile below `tile` that holds a visible key, -1 if there is none.
-  int full_from = 0x7fffffff, reach = 0x7fffffff;  // tiles from full_from on are proven full; how far down the next proof is tried
-  auto next_below = [&](int tile, int& kind) {
+  int window_first = 0x7fffffff;
+  auto classify = [&](int last) {  // the WINDOW of tiles that ends with `last`
+    window_first = max(first, last - WINDOW + 1);
+    const int warp_last = min(warp_first + WARP_ROWS, q_len) - 1;
+    for (int tile = window_first + lane; tile <= last; tile += 32) {
+      int kind = warp_first > warp_last ? fg::EMPTY : tile_class(p, u, warp_first, warp_last, tile * BLOCK_KV, min((tile + 1) * BLOCK_KV, kv_len) - 1);
+      if (kind == fg::FULL && (tile + 1) * BLOCK_KV > kv_len) kind = fg::PARTIAL;
+      smem.kinds[tile - window_first][warp] = kind;
+    }
+  };
+  // The next tile below `tile` that holds a visible key, -1 if there is none. All threads of the block call it together.
+  auto next_below = [&](int tile) {
     while (--tile >= first) {
-      kind = tile >= full_from ? fg::FULL : tile_class(p, u, q_first, q_last, tile * BLOCK_KV, min((tile + 1) * BLOCK_KV, kv_len) - 1);
-      if (kind == fg::EMPTY) continue;
-      if (kind == fg::FULL && tile < full_from && tile > first) {  // one proof for many tiles, usually for all that are left
-        reach = min(reach, tile - first);
-        if (tile_class(p, u, q_first, q_last, (tile - reach) * BLOCK_KV, tile * BLOCK_KV - 1) == fg::FULL) full_from = tile - reach;
-        else reach = max(reach / 2, 1);
+      if (tile < window_first) {
+        __syncthreads();
+        classify(tile);
+        __syncthreads();
       }
-      if ((tile + 1) * BLOCK_KV > kv_len) kind = fg::PARTIAL;
+      if (*reinterpret_cast<const fg::Word<WARPS>*>(smem.kinds[tile - window_first]) == 0) continue;
       return tile;
     }
     return -1;
   };
   auto load_keys = [&](int tile, int stage) {
-    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.k[stage], keys + (long long)tile * BLOCK_KV * p.k_stride_l, p.k_stride_l, kv_len - tile * BLOCK_KV);
+    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.k[stage], smem.keys, p.k_stride_l, tile * BLOCK_KV, kv_len);
   };
   auto load_values = [&](int tile, int stage) {
-    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.v[stage], values + (long long)tile * BLOCK_KV * p.v_stride_l, p.v_stride_l, kv_len - tile * BLOCK_KV);
+    fg::load_tile<THREADS, HEAD_DIM_V, ALIGNED>(smem.v[stage], smem.values, p.v_stride_l, tile * BLOCK_KV, kv_len);
   };
 
   float out[M][N_V][4], offset[ROWS], sum[ROWS];
@@ -240,28 +257,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
   }
   // Exponents are exp2(score * multiplier - offset).
   const float multiplier = p.scale * (float)fg::LOG2E;
-  int kind = fg::EMPTY, tile = next_below((seen.end + BLOCK_KV - 1) / BLOCK_KV, kind), stage = 0;
+  int tile = next_below((seen.end + BLOCK_KV - 1) / BLOCK_KV), stage = 0;
   if (tile >= 0) {
-    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.q, p.q + b * p.q_stride_b + h * p.q_stride_h + (at.q_start + q_first) * p.q_stride_l, p.q_stride_l, q_len - q_first);
+    fg::load_tile<THREADS, HEAD_DIM_QK, ALIGNED>(smem.q, p.q + b * p.q_stride_b + h * p.q_stride_h + at.q_start * p.q_stride_l, p.q_stride_l, q_first, q_len);
     load_keys(tile, 0);
-    fg::copy_commit();
-    if constexpr (STAGES == 2) {
-      load_values(tile, 0);
-      fg::copy_commit();
-    }
+    if constexpr (STAGES == 2) load_values(tile, 0);
   }
+  fg::copy_commit();
   const auto q_lane = fg::lane_down(smem.q, warp * WARP_ROWS);
   const auto k_lane = fg::lane_across(smem.k[0], 0);
   const auto v_lane = fg::lane_down(smem.v[0], 0);
   unsigned q_operand[Q_IN_REGISTERS ? DIM_QK / 16 : 1][M][4];
-  bool begun = false;
+  if constexpr (Q_IN_REGISTERS) {
+    fg::copy_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < DIM_QK / 16; ++k)
+#pragma unroll
+      for (int m = 0; m < M; ++m) fg::load_matrices(q_operand[k][m], q_lane.step(m * 16, k * 2));
+  }
 
 #pragma unroll 1
   while (tile >= 0) {
-    int next_kind = fg::EMPTY;
-    const int next = next_below(tile, next_kind);
-    if (STAGES == 1 || begun) fg::copy_wait<0>();
-    else fg::copy_wait<1>();
+    const int kind = smem.kinds[tile - window_first][warp];
+    const bool active = kind != fg::EMPTY;
+    const int next = next_below(tile);
+    fg::copy_wait<0>();
     __syncthreads();
     if constexpr (STAGES == 1) {
       load_values(tile, 0);
@@ -273,43 +294,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
       }
       fg::copy_commit();
     }
-    if constexpr (Q_IN_REGISTERS) {
-      if (!begun) {
-#pragma unroll
-        for (int k = 0; k < DIM_QK / 16; ++k)
-#pragma unroll
-          for (int m = 0; m < M; ++m) fg::load_matrices(q_operand[k][m], q_lane.step(m * 16, k * 2));
-      }
-    }
-    // A partial tile may be empty or full for this warp's rows.
-    int warp_kind = kind;
-    if (kind == fg::PARTIAL) {
-      const int warp_last = min(warp_first + WARP_ROWS, q_len) - 1, k_last = (tile + 1) * BLOCK_KV - 1;
-      warp_kind = warp_first > warp_last ? fg::EMPTY : tile_class(p, u, warp_first, warp_last, tile * BLOCK_KV, min(k_last, kv_len - 1));
-      if (warp_kind == fg::FULL && k_last >= kv_len) warp_kind = fg::PARTIAL;
-    }
-    const bool active = warp_kind != fg::EMPTY;
     float acc[M][N][4];
     if (active) {
       fg::clear(acc);
       const auto k_stage = k_lane.shifted(stage * sizeof(smem.k[0]));
       if constexpr (Q_IN_REGISTERS) fg::multiply<T, true>(acc, q_operand, k_stage);
-      else fg::multiply<T, DIM_QK / 16, false, true>(acc, q_lane, k_stage);
+      else fg::multiply<T, DIM_QK / 16, false, true, UNROLL>(acc, q_lane, k_stage);
     }
     if (STAGES == 1) {
       fg::copy_wait<0>();
       __syncthreads();
       if (next >= 0) load_keys(next, 0);
       fg::copy_commit();
-    } else if (!begun) {
-      fg::copy_wait<1>();
-      __syncthreads();
     }
-    begun = true;
 
     if (active) {
       const int own_k = tile * BLOCK_KV + lane % 4 * 2;
-      if (warp_kind == fg::PARTIAL) {
+      if (kind == fg::PARTIAL) {
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -372,7 +373,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
       }
     }
     tile = next;
-    kind = next_kind;
     if constexpr (STAGES == 2) stage ^= 1;
   }
 
@@ -406,7 +406,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
   __syncthreads();  // all warps have read their queries
   fg::store_accumulators<T>(fg::lane_own(smem.out, warp * WARP_ROWS), out);
   __syncthreads();
-  fg::store_tile<THREADS, HEAD_DIM_V, ALIGNED>(p.out + b * p.out_stride_b + h * p.out_stride_h + (at.q_start + q_first) * p.out_stride_l, p.out_stride_l, q_len - q_first, smem.out);
+  const long long out_offset = b * p.out_stride_b + h * p.out_stride_h + (at.q_start + q_first) * p.out_stride_l;
+  fg::store_tile<THREADS, HEAD_DIM_V, ALIGNED>(p.out + out_offset, p.out_stride_l, q_len - q_first, smem.out);
   if (__syncthreads_or(broken)) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

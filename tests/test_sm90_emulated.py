@@ -144,7 +144,8 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
 def test_the_emitted_kernel_computes_attention(case, tmp_path):
     generator = torch.Generator().manual_seed(1)
     make = lambda heads, length, dim: torch.randn(1, heads, length, dim, generator=generator).to(case.dtype)  # noqa: E731
-    q, k, v = make(case.heads[0], case.lengths[0], case.head_dim[0]), make(case.heads[1], case.lengths[1], case.head_dim[0]), make(case.heads[1], case.lengths[1], case.head_dim[1])
+    (heads, kv_heads), (q_len, kv_len), (dim_qk, dim_v) = case.heads, case.lengths, case.head_dim
+    q, k, v = make(heads, q_len, dim_qk), make(kv_heads, kv_len, dim_qk), make(kv_heads, kv_len, dim_v)
     if case.shared_batch:
         q, k, v = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)
     lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}

@@ -43,7 +43,7 @@ def _refuse(problem: Problem, target: Target) -> list[str]:
 
 def _has_amx(problem: Problem, target: Target) -> bool:
     """Products on tile registers: bfloat16 with enough query rows to fill them."""
-    return problem.dtype == "bfloat16" and problem.size != "few" and AMX_FEATURES <= set(target.features)
+    return problem.dtype == "bfloat16" and problem.size != "few" and set(target.features) >= AMX_FEATURES
 
 
 def _lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
