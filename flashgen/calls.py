@@ -295,8 +295,23 @@ def keeps_low(handle: Handle, q: Tensor) -> bool:
 
 
 def grad_dtype(lse: Tensor) -> torch.dtype:
-    """In which a captured tensor's gradient is summed: float64 on a CPU, where it costs nothing (Family.grad_type), else the statistics' own."""
+    """Of a captured tensor's gradient: float64 on a CPU, where summing in it costs nothing, else the statistics' own."""
     return torch.float64 if lse.device.type == "cpu" else lse.dtype
+
+
+def captured_sums(capture: Tensor, lse: Tensor, deterministic: bool) -> Tensor:
+    """Zeros for the kernel to add a captured gradient to, as Family.grad_type says: on a GPU, when deterministic, an fg::ExactSum per entry."""
+    if deterministic and lse.device.type == "cuda":
+        return torch.zeros((*capture.shape, 4), dtype=torch.int64, device=lse.device)
+    return torch.zeros(capture.shape, dtype=grad_dtype(lse), device=lse.device)
+
+
+def _finished(sums: Tensor, lse: Tensor) -> Tensor:
+    """The gradient that the kernel's sums stand for: three integer parts of quanta 2^-8, 2^-38, 2^-68 and a double (fg/sm80/grad.cuh)."""
+    if sums.dtype != torch.int64:
+        return sums
+    first, second, third = (sums[..., i].double() * 2.0**exponent for i, exponent in enumerate((-8, -38, -68)))
+    return (first + second + third + sums.view(torch.float64)[..., 3]).to(grad_dtype(lse))
 
 
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -306,20 +321,20 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     lse = b.lse
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
     delta = torch.empty_like(lse)
-    grads = [torch.zeros(c.captures[n].shape, dtype=grad_dtype(lse), device=lse.device) for n in b.slots]
+    sums = [captured_sums(c.captures[n], lse, b.deterministic) for n in b.slots]
     gradients = {n: t for n, t, w in zip(("dq", "dk", "dv"), (dq, dk, dv), b.wanted) if w}
     if lse.numel() == 0 or handle.layout == "varlen":  # no rows, or rows and keys that belong to no sequence
         for t in (*gradients.values(), delta):
             t.zero_()
     if lse.numel() == 0:
-        return dq, dk, dv, delta, grads
+        return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(stored(b.dout)), **gradients}
     dlse = None if b.dlse is None else stored(b.dlse).to(lse.dtype).contiguous()
     addresses = _addresses(c, tensors)
     addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
     if dlse is not None:
         addresses["dlse"] = dlse.data_ptr()
-    for n, g in zip(b.slots, grads):
+    for n, g in zip(b.slots, sums):
         addresses[f"grad_{n}"] = g.data_ptr()
     aligned = _starts_aligned(tensors, addresses)
 
@@ -330,4 +345,4 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
         )
 
     _bind(_key(text, c, tensors, aligned, dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make).start(addresses)
-    return dq, dk, dv, delta, grads
+    return dq, dk, dv, delta, [_finished(g, lse) for g in sums]

@@ -88,12 +88,22 @@ def make(form: Form, problem: Problem) -> Hooks:
     )  # fmt: skip
 
 
+def exact_nodes(form: Form) -> set[int]:
+    """Nodes that masks and indices of captured tensors are made of: IEEE operations, each rounded on its own."""
+    found = form.reachable(form.mask)
+    for node in form.nodes:
+        if node.op == "load" or (node.op == "cast" and node.type not in FLOATS):
+            for a in node.args:
+                found |= form.reachable(a)
+    return found
+
+
 def multiply_by_reciprocals(form: Form) -> Form:
     """The same form with x / y as x * (1 / y) in the score where y is the same for a whole head: one division per head instead of one per score.
 
     An ulp apart from a division; masks keep theirs, and so does float64.
     """
-    exact, nodes, place = form.reachable(form.mask), [], []  # type: ignore[var-annotated]
+    exact, nodes, place = exact_nodes(form), [], []  # type: ignore[var-annotated]
 
     def add(node: Node) -> int:
         nodes.append(node)
@@ -117,7 +127,7 @@ class _Stages:
 
     def __init__(self, form: Form, real: str, roots: list[int]):
         self.form, self.real = form, real
-        self.exact = frozenset(i for i in form.reachable(form.mask) if form.nodes[i].op == "mul" and form.nodes[i].type in FLOATS)
+        self.exact = frozenset(exact_nodes(form))
         self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage()}
         self.home: dict[int, str | None] = {}
         self.field: dict[int, str] = {}

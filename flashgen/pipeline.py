@@ -90,26 +90,44 @@ def prepare(form: Form, problem: Problem, target: Target, *, family: str | None 
     return _executable(form, problem, target, plan, binary)
 
 
+MOST_BUILDS = 8  # plans that are built in search of one without spills
+HOPELESS_BYTES = 64  # spills from which on no other unrolling or staging of the same tile is tried
+
+
+def _spilled(binary: Binary) -> int:
+    """Bytes that a build spills, or far more for what the reports' other faults cost."""
+    entries = binary.report.entries
+    spilled = sum(e.spill_stores + e.spill_loads + e.stack_bytes for e in entries)
+    return spilled if spilled or not binary.report.faults else 1 << 20
+
+
 def _compile_first_clean(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> tuple[Plan, str, Binary]:
-    """Build the best plan; a 16-bit GPU kernel that spills is refused and the tiler's next plan taken, up to a handful."""
+    """Build the best plan; a 16-bit GPU kernel that spills is refused and the tiler's next plan taken. If all spill, the one that spills least."""
     first = choose_plan(form, problem, target, family, forced)
-    binary_key, binary = build.build_cached(emit_source(form, problem, target, first), target)
-    strict = target.kind == "cuda" and problem.dtype_bytes == 2 and forced is None
-    if not strict or not binary.report.faults:
-        return first, binary_key, binary
-    for candidate in ranked(form, problem, target, first.family)[1:6]:
-        if candidate.rejected:
-            break
-        try:
-            key, other = build.build_cached(emit_source(form, problem, target, candidate.plan), target)
-        except CompileError:
-            continue
-        if not other.report.faults:
-            return candidate.plan, key, other
-    return first, binary_key, binary  # all of them spill (a heavy score function): right, and slower
+    key, binary = build.build_cached(emit_source(form, problem, target, first), target)
+    best = (_spilled(binary), first, key, binary)
+    if target.kind == "cuda" and problem.dtype_bytes == 2 and forced is None and best[0]:
+        tile = lambda plan: tuple(n for name, n in plan.fields if name in ("block_q", "block_kv", "warps", "ctas"))  # noqa: E731
+        hopeless, built = {tile(first)} if best[0] > HOPELESS_BYTES else set(), 1
+        for candidate in ranked(form, problem, target, first.family)[1:]:
+            if candidate.rejected or built == MOST_BUILDS or not best[0]:
+                break
+            if tile(candidate.plan) in hopeless:
+                continue
+            built += 1
+            try:
+                key, binary = build.build_cached(emit_source(form, problem, target, candidate.plan), target)
+            except CompileError:
+                continue
+            spilled = _spilled(binary)
+            if spilled < best[0]:
+                best = (spilled, candidate.plan, key, binary)
+            if spilled > HOPELESS_BYTES:
+                hopeless.add(tile(candidate.plan))
+    return best[1:]
 
 
 def _executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
     family = families.get(plan.family)
     extras = tuple(family.params(problem))
-    return Executable(form, problem, target, plan, abi.params(form, problem, extras, family.grad_type), binary)
+    return Executable(form, problem, target, plan, abi.params(form, problem, extras, family.grad_type(problem)), binary)

@@ -68,7 +68,7 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
 
     record = families.get(family)
     forced = dict(forced or {})
-    points = [{**p, **forced} for p in record.lattice(problem, facts, target)]
+    points = [record.derive(problem.which, {**p, **forced}) for p in record.lattice(problem, facts, target)]
     known = set().union(*points) if points else set()
     unknown = set(forced) - set(record.lattice(problem, facts, target)[0]) if points else set()
     if unknown:
@@ -80,14 +80,14 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
         chosen = Plan(family, problem.which, tuple(sorted(point.items())))
         if chosen in found:
             continue
-        values = {sympy.Symbol(name): value for name, value in point.items()}
+        values = {sympy.Symbol(name): sympy.Integer(value) for name, value in point.items()}
         usage, rejected = [], []
         for c in constraints:
-            used = int(sympy.ceiling(sympy.sympify(c.expr).subs(values)))
+            used = int(sympy.ceiling(sympy.sympify(c.expr).xreplace(values)))
             usage.append((c.name, used, c.limit, c.unit))
             if used > c.limit:
                 rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
-        found[chosen] = Candidate(chosen, float(cost.subs(values)), tuple(usage), tuple(rejected))
+        found[chosen] = Candidate(chosen, float(cost.xreplace(values)), tuple(usage), tuple(rejected))
     return sorted(found.values(), key=lambda c: (bool(c.rejected), c.cost))
 
 

@@ -119,13 +119,15 @@ class Printer:
                 return self._bits(node)
             case "shl" | "shr":
                 return self._call("shift_left" if node.op == "shl" else "shift_right", node)
+            case "div" if node not in self.exact and node.type in FLOATS and self.real == "float":
+                return self._call("divide", node)  # as coarse as 16-bit inputs allow on a GPU, where a true division is a subroutine
             case "div":
                 return f"{self.expression(node.args[0], _PRODUCT)} / {self.expression(node.args[1], _UNARY)}", _PRODUCT
             case "floordiv" | "mod" | "truncdiv":
                 return self._integer_division(node)
             case "minimum" | "maximum" if node.type not in FLOATS:
                 return self._call({"minimum": "int_min", "maximum": "int_max"}[node.op], node)
-            case "mul" if node in self.exact or (node.type == SINGLE and self.real == "double"):
+            case "mul" if (node in self.exact and node.type in FLOATS) or (node.type == SINGLE and self.real == "double"):
                 return self._call("product", node)
             case op if op in _INFIX:
                 sign, level = _INFIX[op]

@@ -87,7 +87,7 @@ FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
   u.lens = lens;
   u.b = b;
   u.h = h;
-  u.u0 = 1.0f / p.float_1;
+  u.u0 = fg::divide(1.0f, p.float_1);
   u.u1 = u.lens.kv_len - u.lens.q_len;
   return u;
 }

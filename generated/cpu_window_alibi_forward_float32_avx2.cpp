@@ -92,7 +92,7 @@ FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
   u.h = h;
   const int t0 = (p.heads >= 4096 ? 4096 : (p.heads >= 2048 ? 2048 : (p.heads >= 1024 ? 1024 : (p.heads >= 512 ? 512 : (p.heads >= 256 ? 256 : (p.heads >= 128 ? 128 : (p.heads >= 64 ? 64 : (p.heads >= 32 ? 32 : (p.heads >= 16 ? 16 : (p.heads >= 8 ? 8 : (p.heads >= 4 ? 4 : (p.heads >= 2 ? 2 : 1))))))))))));
   const float t1 = float(t0);
-  u.u0 = (u.h < t0 ? fg::exp2(-8.0f * float(u.h + 1) / t1) : fg::exp2(-4.0f * float(2 * (u.h - t0) + 1) / t1));
+  u.u0 = (u.h < t0 ? fg::exp2(fg::divide(-8.0f * float(u.h + 1), t1)) : fg::exp2(fg::divide(-4.0f * float(2 * (u.h - t0) + 1), t1)));
   u.u1 = u.lens.kv_len - u.lens.q_len;
   return u;
 }

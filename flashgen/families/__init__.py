@@ -91,7 +91,8 @@ class Family:
     workspaces: Callable[[Problem, Plan, Sizes], list[Workspace]]
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
     tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()
-    grad_type: str = "real"  # C type in which gradients of captured tensors are summed; see calls.grad_dtype
+    derive: Callable[[str, dict[str, int]], dict[str, int]] = lambda which, fields: fields  # renews fields that follow from others, some of them forced
+    grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see calls.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
 
 

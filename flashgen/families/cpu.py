@@ -125,5 +125,5 @@ FAMILY = Family(
     params=_no_params,
     workspaces=_no_workspaces,
     launches=_no_launches,
-    grad_type="double",
+    grad_type=lambda problem: "double",
 )

@@ -280,4 +280,6 @@ FAMILY = Family(
     params=params,
     workspaces=workspaces,
     launches=launches,
+    derive=derive,
+    grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
 )

@@ -168,6 +168,7 @@ FAMILY = Family(
     params=params,
     workspaces=workspaces,
     launches=launches,
+    derive=lambda which, fields: derive(fields),
     tensor_maps=tensor_maps,
     numbers=numbers,
 )

@@ -123,6 +123,10 @@ FG_FN double log1p(double x) { return __builtin_log1p(x); }
 FG_FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 FG_FN double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 
+// a division of the score; on a GPU it may be as coarse as 16-bit inputs
+FG_FN float divide(float x, float y) { return x / y; }
+FG_FN double divide(double x, double y) { return x / y; }
+
 // 1 / q for a positive normal q without a division, which vector units do one at a time: a guess from the exponent (12% off), then third-order steps,
 // each cubing the error; two of them leave about an ulp, one and a second-order step 3e-6.
 FG_FN float reciprocal(float q) {
