@@ -199,7 +199,7 @@ class Kernel:
         checks.sink(self.variant, sink, q.shape[1], q.device)
         traced, captures = self._captured(self._traced(given), given, q.device)
         checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
-        fixed = not (traced.captures or self.variant.inputs or self.variant.volatile or self.variant.sink)
+        fixed = len(traced.captures) == 0 and len(self.variant.inputs) == 0 and not (self.variant.volatile or self.variant.sink)
         if seen is not None and fixed and k.shape[0] == seen[1][0]:
             if len(self._checked) >= calls.MAX_BOUND:
                 self._checked.clear()
