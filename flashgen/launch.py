@@ -102,6 +102,8 @@ def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
 
     def start(packed: bytearray) -> None:
         code = function(bytes(packed), torch.get_num_threads())
+        if code == 2:
+            raise DeviceError("the system denies the AMX tile registers to this process: build without them, flashgen.compile(variant, plan={'amx': 0}).")
         if code:
             raise FlashgenError(
                 f"the CPU kernel ran out of memory (code {code}): its scratch is a few tiles per thread plus float32 copies of dq; use fewer threads."
