@@ -239,8 +239,9 @@ def _paper_slope(h: Any) -> Any:
     for n in range(1, 13):
         below = lang.where(lang.heads >= lang.const(2**n), lang.const(2**n), below)
     one, two = lang.const(1), lang.const(2)
-    first = lang.FUNCTIONS["exp2"](lang.const(-8.0) * (h + one) / below)
-    rest = lang.FUNCTIONS["exp2"](lang.const(-4.0) * (two * (h - below) + one) / below)
+    real = lambda x: lang.cast(x, lang.REAL)  # noqa: E731 - in the precision of the scores: a float64 call has float64 slopes
+    first = lang.FUNCTIONS["exp2"](lang.const(-8.0) * real(h + one) / real(below))
+    rest = lang.FUNCTIONS["exp2"](lang.const(-4.0) * real(two * (h - below) + one) / real(below))
     return lang.where(h < below, first, rest)
 
 

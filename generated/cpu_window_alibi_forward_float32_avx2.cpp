@@ -1,7 +1,7 @@
 // Attention forward written by flashgen: cpu, float32, head dims 64/64, family cpu, 4 query heads per kv head.
 // Keys of a row: k <= q + kv_len - q_len and k >= q + kv_len - q_len - int_0 and k <= q + kv_len + int_1 - q_len.
 // Tiles are empty, full or partial by interval evaluation.
-// Score: a * s + c, 6 operations per pair, 0 of them loads.
+// Score: a * s + c, 5 operations per pair, 0 of them loads.
 
 // Flash attention forward on a CPU: one task per (batch item, head, tile of BLOCK_Q query rows), keys in tiles of BLOCK_KV.
 //
@@ -72,7 +72,7 @@ FG_FN Item item(const Params& p, int b) {
 struct Uniform {
   Lens lens;
   int b, h;
-  float u0;
+  real u0;
   int u1;
 };
 
@@ -91,8 +91,8 @@ FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
   u.b = b;
   u.h = h;
   const int t0 = (p.heads >= 4096 ? 4096 : (p.heads >= 2048 ? 2048 : (p.heads >= 1024 ? 1024 : (p.heads >= 512 ? 512 : (p.heads >= 256 ? 256 : (p.heads >= 128 ? 128 : (p.heads >= 64 ? 64 : (p.heads >= 32 ? 32 : (p.heads >= 16 ? 16 : (p.heads >= 8 ? 8 : (p.heads >= 4 ? 4 : (p.heads >= 2 ? 2 : 1))))))))))));
-  const float t1 = float(t0);
-  u.u0 = (u.h < t0 ? fg::exp2(fg::divide(-8.0f * float(u.h + 1), t1)) : fg::exp2(fg::divide(-4.0f * float(2 * (u.h - t0) + 1), t1)));
+  const real t1 = real(t0);
+  u.u0 = (u.h < t0 ? fg::exp2(fg::divide(-8.0f * real(u.h + 1), t1)) : fg::exp2(fg::divide(-4.0f * real(2 * (u.h - t0) + 1), t1)));
   u.u1 = u.lens.kv_len - u.lens.q_len;
   return u;
 }
@@ -113,7 +113,7 @@ FG_FN Col col(const Params& p, const Uniform& u, int k) {
 
 // s is scale * (q . k)
 FG_FN real score(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k) {
-  return s - u.u0 * float(fg::int_abs(r.r0 - k));
+  return s - u.u0 * real(fg::int_abs(r.r0 - k));
 }
 
 FG_FN bool mask(const Params& p, const Uniform& u, const Row& r, const Col& c, int q, int k) {
