@@ -220,19 +220,26 @@ def lines(score=None, mask=None, which="forward") -> hooks.Hooks:
 
 def test_a_hook_reads_as_written_by_hand():
     made = lines(score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), mask=fg.causal)
-    assert made.score == ["return p.float_0 * fg::tanh(s / p.float_1);"]
+    assert made.score == ["return p.float_0 * fg::tanh(s * u.u0);"]  # one reciprocal per head in place of a division per score
     assert made.mask == ["return k <= r.r0;"]
-    assert made.row.lines == ["r.r0 = q + u.u0;"] and made.uniform.lines == ["u.u0 = u.lens.kv_len - u.lens.q_len;"]
+    assert made.row.lines == ["r.r0 = q + u.u1;"] and made.uniform.lines == ["u.u0 = fg::divide(1.0f, p.float_1);", "u.u1 = u.lens.kv_len - u.lens.q_len;"]
+
+
+def test_masks_indices_and_float64_keep_their_divisions():
+    table = torch.zeros(9)
+    made = lines(score=lambda s, b, h, q, k: s + table[(q / 3.0).to(torch.int32)], mask=lambda b, h, q, k: k / 3.0 <= q / 2.0)
+    assert not any("divide" in line for line in (*made.score, *made.mask, *made.row.lines, *made.col.lines, *made.uniform.lines))
+    assert any(" / " in line for line in (*made.mask, *made.row.lines, *made.col.lines))
 
 
 def test_stages_hoist_what_depends_on_less():
     made = lines(score=fg.alibi())
-    assert made.score == ["return s - u.u0 * float(fg::int_abs(r.r0 - k));"]
+    assert made.score == ["return s - u.u0 * real(fg::int_abs(r.r0 - k));"]
 
 
 def test_precedence_keeps_the_users_grouping():
     printed = {
-        "s - (1.0 - s)": "s - (p.float_0 - s)", "(s - 1.0) - s": "s - p.float_0 - s", "s / (s * 2.0)": "s / (s * p.float_0)",
+        "s - (1.0 - s)": "s - (p.float_0 - s)", "(s - 1.0) - s": "s - p.float_0 - s", "s / (s * 2.0)": "fg::divide(s, s * p.float_0)",
         "(s + 1.0) * s": "(s + p.float_0) * s",
         "-(s + 1.0)": "-(s + p.float_0)", "s - -s": "s - -s", "-(-s)": "-(-s)",
     }  # fmt: skip
