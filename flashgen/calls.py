@@ -239,7 +239,7 @@ def prepared(c: Call) -> Call:
 
 def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, max_scores, out_low; those not wanted are empty."""
-    handle, form = parse_handle(text)
+    handle, _ = parse_handle(text)
     c = prepared(call)
     out = output_like(c.q, c.v.shape[-1], c.q.dtype)
     stat = statistics_of(c.q)
@@ -253,17 +253,20 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if handle.max_scores:
             top.fill_(float("-inf"))
     addresses = _addresses(c, tensors)
-    aligned = _starts_aligned(tensors, addresses)
+    addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
+    bound_forward(text, c, tensors, stat, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    return out, stat, top, low
+
+
+def bound_forward(text: str, c: Call, tensors: dict[str, Tensor], stat: Tensor, *, aligned: bool) -> Bound:
+    """The packed arguments of a forward on these tensors, ``q``, ``k``, ``v`` and ``out``. aligned: each starts on 16 bytes."""
 
     def make() -> Bound:
-        sizes = _sizes(c)
-        return loaded(handle, form, forward_problem(handle, c, aligned and strides_aligned(tensors.values())), c.q.device).bind(
-            _numbers(c, sizes, tensors, stat), sizes
-        )
+        sizes, (handle, form) = _sizes(c), parse_handle(text)
+        problem = forward_problem(handle, c, aligned and strides_aligned(tensors.values()))
+        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, stat), sizes)
 
-    addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
-    _bind(_key(text, c, tensors, aligned), make).start(addresses)
-    return out, stat, top, low
+    return _bind(_key(text, c, tensors, aligned), make)
 
 
 class Backward(NamedTuple):
@@ -316,7 +319,7 @@ def _finished(sums: Tensor, lse: Tensor) -> Tensor:
 
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
-    handle, form = parse_handle(text)
+    handle, _ = parse_handle(text)
     c = prepared(call)
     lse = b.lse
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
@@ -336,13 +339,16 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
         addresses["dlse"] = dlse.data_ptr()
     for n, g in zip(b.slots, sums):
         addresses[f"grad_{n}"] = g.data_ptr()
-    aligned = _starts_aligned(tensors, addresses)
+    bound_backward(text, c, b, tensors, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
+
+
+def bound_backward(text: str, c: Call, b: Backward, tensors: dict[str, Tensor], *, aligned: bool) -> Bound:
+    """The packed arguments of a backward on these tensors: ``q``, ``k``, ``v``, ``out``, ``dout`` and the gradients wanted of q, k and v."""
 
     def make() -> Bound:
-        sizes = _sizes(c)
-        return loaded(handle, form, backward_problem(handle, c, b, aligned and strides_aligned(tensors.values())), c.q.device).bind(
-            _numbers(c, sizes, tensors, lse), sizes
-        )
+        sizes, (handle, form) = _sizes(c), parse_handle(text)
+        problem = backward_problem(handle, c, b, aligned and strides_aligned(tensors.values()))
+        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, b.lse), sizes)
 
-    _bind(_key(text, c, tensors, aligned, dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make).start(addresses)
-    return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
+    return _bind(_key(text, c, tensors, aligned, b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)

@@ -20,6 +20,7 @@ from .form import Form, Traced
 from .language import Capture, dtype_name
 from .plan import Plan, size_class
 from .problem import Problem
+from .repeat import Repeat, signature
 from .source import Binary
 from .target import Target
 from .variant import Variant
@@ -77,7 +78,9 @@ class Kernel:
         self.variant, self.target, self.family, self.deterministic = variant, target, family, deterministic
         self.forced = None if plan is None else tuple(sorted(plan.items()))
         self._handles: dict[Any, str] = {}
-        self._checked: set[Any] = set()  # shapes, dtypes and devices of plain calls that passed every check
+        # Nothing that changes from call to call, and gradients for q, k and v alone: calls of known shapes can be repeated.
+        self._plain = not (variant.inputs or variant.volatile or variant.sink) and not variant.plain.captures
+        self._repeats: dict[Any, Repeat] = {}
         if not variant.inputs:
             for max_scores in (False, True):  # made ahead, so that a traced call only looks them up
                 for layout in ("dense", "varlen"):
@@ -96,11 +99,19 @@ class Kernel:
         inputs: tensors for the names of ``flashgen.input``. return_aux: True, or names of statistics -> ``(out, Aux)``.
         Raises ShapeError, DtypeError, DeviceError or VariantError before any launch.
         """
+        key = None
+        if self._plain and seqlens_k is sink is inputs is seed is None and not dropout_p and return_aux is False and layout == "bhld":
+            key = signature(q, k, v)
+            repeat = self._repeats.get(key)
+            if repeat is not None and (found := repeat(q, k, v, self.deterministic)) is not None:
+                return found
         if layout not in ("bhld", "blhd"):
             raise VariantError(f"layout={layout!r}: 'bhld' or 'blhd'.")
         wanted = checks.aux(return_aux)
         call, traced = self._dense(q, k, v, seqlens_k, sink, inputs, dropout_p, seed, layout=layout)
         out, lse, top = self._attend(call, traced, "dense", "max_scores" in wanted)
+        if key is not None:
+            self._remember(key, call, out)
         out = out.transpose(1, 2) if layout == "blhd" else out
         return (out, Aux(lse if "lse" in wanted else None, top if "max_scores" in wanted else None)) if wanted or return_aux != False else out  # noqa: E712
 
@@ -149,6 +160,16 @@ class Kernel:
 
     # ---- inside
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_repeats": {}}
+
+    def _remember(self, key: Any, call: Call, out: Tensor) -> None:
+        repeat = Repeat.of(self._handle(self.variant.plain.form.text, "dense", False, False), call, out)
+        if repeat is not None and call.k.shape == key[2] and call.v.shape == key[4]:
+            if len(self._repeats) >= calls.MAX_BOUND:
+                self._repeats.clear()
+            self._repeats[key] = repeat
+
     def _traced(self, inputs: Mapping[str, Tensor]) -> Traced:
         variant = self.variant
         return variant.trace(dict(inputs)) if variant.inputs or variant.volatile else variant.plain
@@ -171,14 +192,6 @@ class Kernel:
 
     def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, *, layout: str) -> tuple[Call, Traced]:
         q, k, v = _autocast(q, k, v)
-        plain = sink is None and seqlens_k is None and not inputs and not dropout_p and seed is None and layout == "bhld"
-        seen = None
-        if plain and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not torch.compiler.is_compiling():
-            if not (q.is_nested or k.is_nested or v.is_nested):
-                seen = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.layout, k.layout, v.layout)
-            if seen in self._checked:
-                traced = self.variant.plain
-                return Call(q, k, v, None, None, None, None, [], list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
         given = checks.given_inputs(self.variant.inputs, inputs)
         checks.dropout(dropout_p, seed)
         checks.tensors(
@@ -199,11 +212,6 @@ class Kernel:
         checks.sink(self.variant, sink, q.shape[1], q.device)
         traced, captures = self._captured(self._traced(given), given, q.device)
         checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
-        fixed = len(traced.captures) == 0 and len(self.variant.inputs) == 0 and not (self.variant.volatile or self.variant.sink)
-        if seen is not None and fixed and k.shape[0] == seen[1][0]:
-            if len(self._checked) >= calls.MAX_BOUND:
-                self._checked.clear()
-            self._checked.add(seen)
         return Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
 
     def _packed(

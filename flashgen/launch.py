@@ -21,7 +21,21 @@ from .families import Sizes
 from .pipeline import Executable
 from .tensor_map import TENSOR_MAP_BYTES
 
-Starter = Callable[[bytearray], None]  # queues the kernels of a pass with this argument struct
+
+class Arguments:
+    """An argument struct in memory, filled anew for each launch; drivers and CPU kernels have read it when they return."""
+
+    __slots__ = ("_entries", "_view", "address", "packed", "table")
+
+    def __init__(self, template: bytes):
+        self.packed = bytearray(template)
+        self._view = (ctypes.c_char * len(template)).from_buffer(self.packed)
+        self.address = ctypes.addressof(self._view)
+        self._entries = (ctypes.c_void_p * 1)(self.address)
+        self.table = ctypes.addressof(self._entries)  # what a driver takes: an array of addresses, one per parameter
+
+
+Starter = Callable[[Arguments], None]  # queues the kernels of a pass
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class Bound:
         self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted]
         self._encoders = [(m.tensor, tensor_map.encoder(m, executable.problem.dtype, arguments, sizes)) for m in maps]
         self._start = loaded.starter(sizes)
+        self._own = threading.local()  # each thread fills its own arguments: autograd calls from threads of its own
 
     def start(self, addresses: dict[str, int]) -> None:
         """Allocate workspaces through torch, enter the addresses and launch."""
@@ -63,13 +78,16 @@ class Bound:
             tensor = _kept(elements, dtype, self._device) if kept else make(elements, dtype=dtype, device=self._device)
             addresses[field] = tensor.data_ptr()
             held.append(tensor)
-        packed = bytearray(self._template)
-        offset = 0
+        try:
+            arguments = self._own.arguments
+        except AttributeError:
+            arguments = self._own.arguments = Arguments(self._template)
+        packed, offset = arguments.packed, 0
         for name, encode in self._encoders:
             packed[offset : offset + TENSOR_MAP_BYTES] = encode(addresses[name])
             offset += TENSOR_MAP_BYTES
         self._addresses.pack_into(packed, offset, *[addresses[name] for name in self._pointers])
-        self._start(packed)
+        self._start(arguments)
 
 
 _kept_workspaces: dict[Any, torch.Tensor] = {}
@@ -98,10 +116,10 @@ def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
     except OSError as error:
         raise DeviceError(f"the compiled kernel {path} cannot be loaded: {error}. Is the cache folder mounted noexec? Set FLASHGEN_CACHE.") from error
     function = getattr(library, f"fg_{executable.problem.which}")
-    function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_int
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
 
-    def start(packed: bytearray) -> None:
-        code = function(bytes(packed), torch.get_num_threads())
+    def start(arguments: Arguments) -> None:
+        code = function(arguments.address, torch.get_num_threads())
         if code == 2:
             raise DeviceError("the system denies the AMX tile registers to this process: build without them, flashgen.compile(variant, plan={'amx': 0}).")
         if code:
@@ -153,14 +171,12 @@ def _load_cuda(executable: Executable, index: int) -> Callable[[Sizes], Starter]
                 (function(x.entry, x.smem_bytes), *x.grid, x.threads, 1, 1, x.smem_bytes) for x in family.launches(problem, plan, sizes) if 0 not in x.grid
             ]
 
-        def start(packed: bytearray) -> None:
-            if torch.cuda.current_device() != index:
+        def start(arguments: Arguments) -> None:
+            if torch._C._cuda_getDevice() != index:
                 with torch.cuda.device(index):
-                    return start(packed)
-            buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
-            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-            stream, table = torch._C._cuda_getCurrentRawStream(index), ctypes.addressof(pointers)
-            for launch in launches:  # the driver copies the arguments before it returns
+                    return start(arguments)
+            stream, table = torch._C._cuda_getCurrentRawStream(index), arguments.table
+            for launch in launches:
                 driver.launchKernel(*launch, stream, table, 0)
 
         return start

@@ -66,7 +66,7 @@ torch.library.register_fake("flashgen::forward", _fake_forward, lib=_library)
 torch.library.register_fake("flashgen::backward", _fake_backward, lib=_library)
 
 
-def _direct(*tensors: Tensor | None) -> bool:
+def direct(*tensors: Tensor | None) -> bool:
     """Eager, plain tensors: the operators' dispatch can be skipped."""
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()) and all(
         t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors
@@ -75,11 +75,11 @@ def _direct(*tensors: Tensor | None) -> bool:
 
 def forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without autograd: the launcher in eager mode, else the operator."""
-    return run_forward(text, call) if _direct(call.q, call.k, call.v) else torch.ops.flashgen.forward(text, *call)
+    return run_forward(text, call) if direct(call.q, call.k, call.v) else torch.ops.flashgen.forward(text, *call)
 
 
-def _backward(text: str, call: Call, b: Backward) -> Any:
-    return run_backward(text, call, b) if _direct(call.q, b.dout) else torch.ops.flashgen.backward(text, *call, *b)
+def backward(text: str, call: Call, b: Backward) -> Any:
+    return run_backward(text, call, b) if direct(call.q, b.dout) else torch.ops.flashgen.backward(text, *call, *b)
 
 
 def _refuse_transforms(tensors: list[Tensor]) -> None:
@@ -93,7 +93,7 @@ def _refuse_transforms(tensors: list[Tensor]) -> None:
         raise VariantError("forward-mode derivatives of attention are not supported: use torch.autograd.grad, or flashgen.reference.reference.")
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """Ties a gradient to all it depends on, so that a second derivative raises flashgen's own error rather than going missing."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = [bool(needs[3]), bool(needs[4]), bool(needs[5])]
-        dq, dk, dv, delta, grads = _backward(ctx.text, call, Backward(dout, dlse, out, low, lse, wanted, slots, deterministic))
+        dq, dk, dv, delta, grads = backward(ctx.text, call, Backward(dout, dlse, out, low, lse, wanted, slots, deterministic))
         dsink = None
         if sink is not None and needs[6]:
             # the sink's column of P, exp(sink - lse), has no value row: its dS is -P * delta, where delta already holds -dlse
@@ -148,7 +148,7 @@ class Attention(torch.autograd.Function):
             per_slot[n] = g.reshape(captures[n].shape).to(captures[n].dtype) if captures[n].numel() else torch.zeros_like(captures[n])
         result = [*found, *per_slot]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            result = [None if g is None else _Once.apply(g, dout, dlse, q, k, v, sink, *captures) for g in result]
+            result = [None if g is None else Once.apply(g, dout, dlse, q, k, v, sink, *captures) for g in result]
         return (None, None, None, *result)
 
 

@@ -193,13 +193,13 @@ struct Task {
   int b, h, q_first, rows;  // rows: query rows of the tile that exist
 };
 
-// scores[n][lane] becomes the user's score of scale * (q . k).
-FG_FN void apply_score(const Task& task, const Row* rows, int k_first, int count, real* __restrict scores) {
+// scores[n][lane] becomes the user's score of scale * scores[n][lane].
+FG_FN void apply_score(const Task& task, const Row* rows, int k_first, int count, real scale, real* __restrict scores) {
   for (int n = 0; n < count; ++n) {
     const int k = k_first + n;
     const Col column = col(task.params, task.uniform, k);
     for (int lane = 0; lane < BLOCK_Q; ++lane) {
-      scores[n * BLOCK_Q + lane] = score(task.params, task.uniform, rows[lane], column, scores[n * BLOCK_Q + lane], task.q_first + lane, k);
+      scores[n * BLOCK_Q + lane] = score(task.params, task.uniform, rows[lane], column, scale * scores[n * BLOCK_Q + lane], task.q_first + lane, k);
     }
   }
 }
@@ -218,6 +218,12 @@ FG_FN void apply_mask(const Task& task, const Row* rows, int k_first, int count,
 
 FG_FN bool visible(const Task& task, const Row* rows, int lane, int k) {
   return mask(task.params, task.uniform, rows[lane], col(task.params, task.uniform, k), task.q_first + lane, k);
+}
+
+// `count` rows of K or V from row `first` on, to be fetched early; rows that are converted are read in order and need no help.
+template <int DIM> FG_FN Ahead ahead(const T* rows, long long stride, int first, int count) {
+  if constexpr (CONVERT) return Ahead{};
+  else return Ahead{rows + first * stride, stride, count, DIM};
 }
 
 // The softmax and O^T of one tile of rows. exact: partial tiles leave out masked products one by one.
@@ -239,8 +245,8 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
     if (kind == EMPTY) continue;
     long long key_stride = p.k_stride_l, value_stride = p.v_stride_l;
     const real* const key = rows_as_real<HEAD_DIM_QK>(keys + k_first * key_stride, key_stride, count, scratch.key);
-    multiply_rows<VECTORS>(key, key_stride, count, scratch.query, HEAD_DIM_QK, scratch.scores);
-    apply_score(task, rows, k_first, count, scratch.scores);
+    multiply_rows<VECTORS>(key, key_stride, count, scratch.query, HEAD_DIM_QK, scratch.scores, ahead<HEAD_DIM_V>(values, p.v_stride_l, k_first, count));
+    apply_score(task, rows, k_first, count, 1, scratch.scores);  // the query is scaled already
     if (kind == PARTIAL) apply_mask(task, rows, k_first, count, scratch.scores);
     vec decay[VECTORS];
     softmax.update(scratch.scores, count, decay);
@@ -250,7 +256,8 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
                                                       [&](int n, int lane) { return visible(task, rows, lane, k_first + n); });
       continue;
     }
-    accumulate_columns<HEAD_DIM_V, VECTORS>(value, value_stride, count, scratch.scores, decay, scratch.out);
+    accumulate_columns<HEAD_DIM_V, VECTORS>(value, value_stride, count, scratch.scores, decay, scratch.out,
+                                            ahead<HEAD_DIM_QK>(keys, p.k_stride_l, k_first + count, int_min(BLOCK_KV, seen.end - k_first - count)));
   }
 }
 

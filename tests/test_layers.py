@@ -23,7 +23,8 @@ LAYERS = (
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "pipeline"},
     {"launch", "tensor_map", "tune"},
-    {"reference", "calls", "ops", "kernel", "explain", "plot", "dynamo", "closures", "block_mask", "flex", "bench", "generated", "__init__", "__main__"},
+    {"reference", "repeat", "calls", "ops", "kernel", "explain", "plot", "dynamo", "closures", "block_mask", "flex", "bench"}
+    | {"generated", "__init__", "__main__"},
 )
 LONG_LINES = 300  # a file above this is warned about: it probably does two jobs
 

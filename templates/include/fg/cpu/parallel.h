@@ -18,7 +18,7 @@ FG_FN int thread_count() { return 1; }
 #endif
 
 // Tasks that a thread takes at a time: enough to make the shared counter cheap, few enough to leave something to balance with.
-FG_FN int tasks_per_turn(long long tasks, int threads) { return (int)int_max(1ll, int_min(tasks / (32ll * threads), 64ll)); }
+FG_FN int tasks_per_turn(long long tasks, int threads) { return (int)int_max(1ll, int_min(tasks / (256ll * threads), 64ll)); }
 
 // Threads worth waking for so many multiply-adds; one does a million in some twenty microseconds, what waking another costs.
 FG_FN int useful_threads(double multiply_adds, int threads) { return 1 + (int)int_min(multiply_adds * 1e-6, threads - 1.0); }

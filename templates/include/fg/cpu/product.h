@@ -29,12 +29,26 @@ FG_FN void multiply_block(vec (&sum)[ROWS][VECTORS], A a, const real* b, int b_s
   }
 }
 
+// Rows of K or V that the next product reads: a product asks for them while it works, since the strided order in which rows are read within a product
+// hides them from the hardware's prefetcher.
+struct Ahead {
+  const real* rows;
+  long long stride;
+  int count, columns;
+};
+FG_FN void fetch(const Ahead& ahead, int first, int rows) {
+  for (int n = first; n < int_min(first + rows, ahead.count); ++n) {
+    for (int d = 0; d < ahead.columns; d += 64 / (int)sizeof(real)) __builtin_prefetch(ahead.rows + n * ahead.stride + d, 0, 2);
+  }
+}
+
 // tile[key][lane] = sum over d of rows[key][d] * columns[d][lane], for `count` keys; tile has room for count rounded up to rows_for(VECTORS).
 // Rows past the count repeat the last one: nothing behind it is read.
 template <int VECTORS>
-FG_FN void multiply_rows(const real* rows, long long stride, int count, const real* columns, int depth, real* tile) {
+FG_FN void multiply_rows(const real* rows, long long stride, int count, const real* columns, int depth, real* tile, const Ahead& ahead = {}) {
   constexpr int ROWS = rows_for(VECTORS);
   for (int first = 0; first < count; first += ROWS) {
+    fetch(ahead, first, ROWS);
     const real* row[ROWS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) row[i] = rows + (first + i < count ? first + i : count - 1) * stride;
@@ -64,9 +78,13 @@ FG_FN void accumulate_columns_block(const real* rows, long long stride, int coun
 
 // target[d][lane] = target[d][lane] * decay[lane] + sum over keys of rows[key][d] * tile[key][lane], for d < DIM; no decay: 1.
 template <int DIM, int VECTORS>
-FG_FN void accumulate_columns(const real* rows, long long stride, int count, const real* tile, const vec* decay, real* target) {
+FG_FN void accumulate_columns(const real* rows, long long stride, int count, const real* tile, const vec* decay, real* target, const Ahead& ahead = {}) {
   constexpr int ROWS = rows_for(VECTORS), TAIL = DIM % ROWS, MAIN = DIM - TAIL;
-  for (int d = 0; d < MAIN; d += ROWS) accumulate_columns_block<ROWS, VECTORS>(rows + d, stride, count, tile, decay, target + d * VECTORS * WIDTH);
+  const int each = (ahead.count * ROWS + MAIN - 1) / int_max(MAIN, 1);
+  for (int d = 0, n = 0; d < MAIN; d += ROWS, n += each) {
+    fetch(ahead, n, each);
+    accumulate_columns_block<ROWS, VECTORS>(rows + d, stride, count, tile, decay, target + d * VECTORS * WIDTH);
+  }
   if constexpr (TAIL > 0) accumulate_columns_block<TAIL, VECTORS>(rows + MAIN, stride, count, tile, decay, target + MAIN * VECTORS * WIDTH);
 }
 
