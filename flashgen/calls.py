@@ -20,6 +20,7 @@ from .errors import DeviceError, VariantError
 from .families import Sizes
 from .form import Form
 from .launch import Bound, Loaded, load
+from .packing import pack_group
 from .pipeline import prepare
 from .plan import size_class
 from .problem import Problem
@@ -258,13 +259,24 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, stat, top, low
 
 
+def packed_heads(form: Form, c: Call) -> tuple[Form, Call, Callable[[Tensor], Tensor]]:
+    """A decoding step of grouped heads as one row per head of a kv head: its form and call, and the view that makes rows of heads in q, out or lse."""
+    group = c.q.shape[1] // c.k.shape[1] if c.q.dim() == 4 and c.k.shape[1] else 1
+    if c.q.dim() != 4 or c.q.shape[2] != 1 or group == 1 or c.sink is not None:
+        return form, c, lambda t: t
+    rows: Callable[[Tensor], Tensor] = lambda t: t.squeeze(2).unflatten(1, (c.k.shape[1], group))  # noqa: E731
+    return pack_group(form, group), c._replace(q=rows(c.q), max_q=group), rows
+
+
 def bound_forward(text: str, c: Call, tensors: dict[str, Tensor], stat: Tensor, *, aligned: bool) -> Bound:
     """The packed arguments of a forward on these tensors, ``q``, ``k``, ``v`` and ``out``. aligned: each starts on 16 bytes."""
 
     def make() -> Bound:
-        sizes, (handle, form) = _sizes(c), parse_handle(text)
-        problem = forward_problem(handle, c, aligned and strides_aligned(tensors.values()))
-        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, stat), sizes)
+        handle, form = parse_handle(text)
+        form, call, rows = packed_heads(form, c)
+        problem = forward_problem(handle, call, aligned and strides_aligned(tensors.values()))
+        sizes, numbers = _sizes(call), _numbers(call, _sizes(call), {name: rows(t) if name in ("q", "out") else t for name, t in tensors.items()}, rows(stat))
+        return loaded(handle._replace(form=form.text), form, problem, c.q.device).bind(numbers, sizes)
 
     return _bind(_key(text, c, tensors, aligned), make)
 

@@ -289,6 +289,7 @@ class Kernel:
         made = calls.prepared(made)
         aligned = calls.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
         if which == "forward":
+            form, made, _ = calls.packed_heads(form, made)
             return form, calls.forward_problem(handle, made, aligned), target
         wants = [t.requires_grad for t in (q, k, v)]
         slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashgen"
 LAYERS = (
     {"errors", "settings", "target", "capture", "expression", "operations", "functions", "language"},
-    {"source", "form", "variant", "catalogue", "problem", "checks"},
+    {"source", "form", "packing", "variant", "catalogue", "problem", "checks"},
     {"analysis", "interval", "derivative", "ranges", "families", "plan"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "pipeline"},
