@@ -67,7 +67,7 @@ def emit(spec: Spec) -> Source:
     """Print the kernel of a Spec."""
     problem, plan = spec.problem, spec.plan
     family = families.get(plan.family)
-    layout = abi.params(spec.form, problem, tuple(family.params(problem)), family.grad_type(problem))
+    layout = abi.params(spec.form, problem, tuple(family.params(problem, plan)), family.grad_type(problem))
     made = hooks.make(spec.form, problem)
     context = {
         "problem": problem, "plan": plan, "target": spec.target, "params": layout.fields, "hooks": made, "real": problem.real,

@@ -106,10 +106,10 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
     first = choose_plan(form, problem, target, family, forced)
     key, binary = build.build_cached(emit_source(form, problem, target, first), target)
     best = (_spilled(binary), first, key, binary)
-    if target.kind == "cuda" and problem.dtype_bytes == 2 and forced is None and best[0]:
+    if target.kind == "cuda" and problem.dtype_bytes == 2 and best[0]:
         tile = lambda plan: tuple(n for name, n in plan.fields if name in ("block_q", "block_kv", "warps", "ctas"))  # noqa: E731
         hopeless, built = {tile(first)} if best[0] > HOPELESS_BYTES else set(), 1
-        for candidate in ranked(form, problem, target, first.family)[1:]:
+        for candidate in ranked(form, problem, target, first.family, forced)[1:]:
             if candidate.rejected or built == MOST_BUILDS or not best[0]:
                 break
             if tile(candidate.plan) in hopeless:
@@ -129,5 +129,5 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
 
 def _executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
     family = families.get(plan.family)
-    extras = tuple(family.params(problem))
+    extras = tuple(family.params(problem, plan))
     return Executable(form, problem, target, plan, abi.params(form, problem, extras, family.grad_type(problem)), binary)

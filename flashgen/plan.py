@@ -6,7 +6,7 @@ Facts, Problem, Target -> Plan. Example: ``plan(facts, problem, target).block_q`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import families
@@ -67,10 +67,13 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
     import sympy
 
     record = families.get(family)
-    forced = dict(forced or {})
-    points = [record.derive(problem.which, {**p, **forced}) for p in record.lattice(problem, facts, target)]
+    lattice = record.lattice(problem, facts, target)
+    own = set(lattice[0]) if lattice else set()
+    other = record.lattice(replace(problem, which="backward" if problem.which == "forward" else "forward"), facts, target)
+    forced = {name: value for name, value in (forced or {}).items() if name in own or name not in set().union(*other)}  # the other pass's are not meant here
+    points = [record.derive(problem.which, {**p, **forced}) for p in lattice]
     known = set().union(*points) if points else set()
-    unknown = set(forced) - set(record.lattice(problem, facts, target)[0]) if points else set()
+    unknown = set(forced) - own if points else set()
     if unknown:
         raise VariantError(f"plan={{{', '.join(sorted(unknown))}}}: no such field of family {family}; its fields are {', '.join(sorted(known - unknown))}.")
     constraints = record.constraints(problem, target)
@@ -84,7 +87,8 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
         usage, rejected = [], []
         for c in constraints:
             used = int(sympy.ceiling(sympy.sympify(c.expr).xreplace(values)))
-            usage.append((c.name, used, c.limit, c.unit))
+            if c.limit:  # a limit of 0 makes a rule, not a budget
+                usage.append((c.name, used, c.limit, c.unit))
             if used > c.limit:
                 rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
         found[chosen] = Candidate(chosen, float(cost.xreplace(values)), tuple(usage), tuple(rejected))

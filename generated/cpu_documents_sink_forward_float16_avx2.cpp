@@ -202,7 +202,6 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
   const T* const keys = p.k + task.b * p.k_stride_b + task.h / GROUP * p.k_stride_h + task.at.k_start * p.k_stride_l;
   const T* const values = p.v + task.b * p.v_stride_b + task.h / GROUP * p.v_stride_h + task.at.k_start * p.v_stride_l;
   const Range seen = kv_range(p, task.uniform, task.q_first, q_last);
-
   for (int k_first = seen.begin; k_first < seen.end; k_first += BLOCK_KV) {
     const int count = int_min(BLOCK_KV, seen.end - k_first);
     const int kind = tile_class(p, task.uniform, task.q_first, q_last, k_first, k_first + count - 1);
@@ -262,8 +261,9 @@ void run(const Task& task, Scratch& scratch) {
 // Returns 0. `threads` is the number of OpenMP threads to use.
 extern "C" int fg_forward(const Params* p, int threads) {
   const int q_tiles = (p->q_len + BLOCK_Q - 1) / BLOCK_Q;
-  const long long tasks = (long long)p->batch * p->heads * q_tiles;
+  const long long tiles = (long long)p->batch * p->heads * q_tiles;
   threads = useful_threads((double)p->batch * p->heads * p->q_len * p->kv_len * (HEAD_DIM_QK + HEAD_DIM_V), threads);
+  const long long tasks = tiles;
   const int turn = tasks_per_turn(tasks, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -271,12 +271,14 @@ extern "C" int fg_forward(const Params* p, int threads) {
     Scratch& scratch = in_register(storage);
     const FlushSubnormals flush;
 #pragma omp for schedule(dynamic, turn)
-    for (long long i = 0; i < tasks; ++i) {
+    for (long long task = 0; task < tasks; ++task) {
       // Last tiles first: under a causal mask they are the longest.
+      const long long i = task;
       const int b = (int)(i / ((long long)p->heads * q_tiles)), h = (int)(i / q_tiles % p->heads), q_first = (int)(q_tiles - 1 - i % q_tiles) * BLOCK_Q;
       const Item at = item(*p, b);
       if (q_first >= at.lens.q_len) continue;
-      run(Task{*p, uniform(*p, at.lens, b, h), at, b, h, q_first, int_min(BLOCK_Q, at.lens.q_len - q_first)}, scratch);
+      const int rows = int_min(BLOCK_Q, at.lens.q_len - q_first);
+      run(Task{*p, uniform(*p, at.lens, b, h), at, b, h, q_first, rows}, scratch);
     }
   }
   return 0;

@@ -138,7 +138,6 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 //   offset[r]           log2 of the weight that exponents are relative to: the row's maximum, which it may lag behind by LAG, which spares most rescalings
 // Copies: with STAGES == 1 the values of a tile arrive while its scores are computed and the keys of the next one during softmax and P V (two barriers a tile);
 // with STAGES == 2 both arrive a tile ahead (one barrier a tile: after it nobody reads the other stage any more).
-
 constexpr int THREADS = WARPS * 32, WARP_ROWS = BLOCK_Q / WARPS, M = WARP_ROWS / 16, ROWS = 2 * M, N = BLOCK_KV / 8, N_V = DIM_V / 8;
 constexpr int WINDOW = 128;            // tiles that are classified at a time, each by one lane, so that no code for it burdens the loop
 constexpr float LAG = 8.0f;            // log2; P then reaches 256, which T holds as exactly as 1
@@ -158,17 +157,16 @@ struct Smem {
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
 // P V has no notion of a masked key: 0 * NaN is NaN. Such output rows are rare and recognised afterwards; this computes one of them exactly, with one warp.
-__device__ __forceinline__ void repair_row(const Params& p, const Item& at, const Uniform& u, int b, int h, int q, float multiplier, float offset, float weight) {
+__device__ __forceinline__ void repair_row(const Params& p, const Item& at, const Uniform& u, int b, int h, int q, fg::Range seen, float multiplier, float offset, float weight, long long out_offset) {
   constexpr int STEPS_QK = (HEAD_DIM_QK + 31) / 32, STEPS_V = (HEAD_DIM_V + 31) / 32;
   const int lane = threadIdx.x % 32;
   const T* const query = p.q + b * p.q_stride_b + h * p.q_stride_h + (at.q_start + q) * p.q_stride_l;
   const T* const keys = p.k + b * p.k_stride_b + h / GROUP * p.k_stride_h + at.k_start * p.k_stride_l;
   const T* const values = p.v + b * p.v_stride_b + h / GROUP * p.v_stride_h + at.k_start * p.v_stride_l;
   const Row row_q = row(p, u, q);
-  const fg::Range keys_seen = kv_range(p, u, q, q);
   float acc[STEPS_V] = {};
 #pragma unroll 1
-  for (int k = keys_seen.begin; k < keys_seen.end; ++k) {
+  for (int k = seen.begin; k < seen.end; ++k) {
     const Col col_k = col(p, u, k);
     if (!mask(p, u, row_q, col_k, q, k)) continue;
     float s = 0.0f;
@@ -185,12 +183,11 @@ __device__ __forceinline__ void repair_row(const Params& p, const Item& at, cons
       if (d < HEAD_DIM_V) acc[i] += probability * fg::to_real(values[k * p.v_stride_l + d]);
     }
   }
-  const long long row_offset = b * p.out_stride_b + h * p.out_stride_h + (at.q_start + q) * p.out_stride_l;
 #pragma unroll
   for (int i = 0; i < STEPS_V; ++i) {
     const int d = i * 32 + lane;
     if (d >= HEAD_DIM_V) continue;
-    p.out[row_offset + d] = fg::from_real<T>(acc[i]);
+    p.out[out_offset + d] = fg::from_real<T>(acc[i]);
   }
 }
 
@@ -413,8 +410,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     for (int r = 0; r < ROWS; ++r) {
       unsigned lanes = __ballot_sync(fg::ALL_LANES, broken >> r & 1);
       while (lanes) {
-        const int quad = (__ffs(lanes) - 1) / 4;
-        repair_row(p, at, u, b, h, warp_first + r * 8 + quad, multiplier, __shfl_sync(fg::ALL_LANES, offset[r], quad * 4), __shfl_sync(fg::ALL_LANES, weight[r], quad * 4));
+        const int quad = (__ffs(lanes) - 1) / 4, q = warp_first + r * 8 + quad;
+        const float row_offset = __shfl_sync(fg::ALL_LANES, offset[r], quad * 4), row_weight = __shfl_sync(fg::ALL_LANES, weight[r], quad * 4);
+        repair_row(p, at, u, b, h, q, seen, multiplier, row_offset, row_weight, out_offset + (q - q_first) * p.out_stride_l);
         lanes &= ~(0xfu << quad * 4);
       }
     }

@@ -132,7 +132,7 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
         values[f"capture_{n}"] = c.tensor.data_ptr()
         for d in range(c.tensor.dim()):
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
-    packed = abi.params(form, problem, tuple(sm90.params(problem))).pack(values)
+    packed = abi.params(form, problem, tuple(sm90.params(problem, plan))).pack(values)
     assert len(packed) == library.params_bytes()
     launch = sm90.launches(problem, plan, sizes)[0]
     library.launch(packed, launch.grid[0], launch.threads)

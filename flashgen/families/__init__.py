@@ -87,7 +87,7 @@ class Family:
     cost: Callable[[Problem, Facts, Target], Any]  # sympy expression: predicted clocks per (query, key) pair; lower is better
     templates: Mapping[str, str]  # "forward" | "backward" -> path below templates/
     headers: tuple[str, ...]  # headers below templates/include the emitted file includes directly
-    params: Callable[[Problem], Sequence[tuple[str, str]]]  # extra Params fields (C type, name), workspace pointers above all
+    params: Callable[[Problem, Plan], Sequence[tuple[str, str]]]  # extra Params fields (C type, name), workspace pointers above all
     workspaces: Callable[[Problem, Plan, Sizes], list[Workspace]]
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
     tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()

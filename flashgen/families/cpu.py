@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import Constraint, Family, Launch, Sizes, Workspace
+from . import Constraint, Family, Launch, Sizes, Workspace, splits
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -47,11 +47,11 @@ def _has_amx(problem: Problem, target: Target) -> bool:
 
 
 def _lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
-    width = _width(problem, target)
+    width, few = _width(problem, target), problem.size == "few" and problem.layout == "dense"
     points = [{"amx": 0, "block_q": vectors * width, "block_kv": keys} for vectors in VECTORS for keys in KEYS]
     if _has_amx(problem, target):
         points = [{"amx": 1, "block_q": AMX_ROWS[problem.which], "block_kv": keys} for keys in AMX_KEYS] + points
-    return points
+    return [p | {"kv_splits": 0 if few else 1} for p in points] if problem.which == "forward" else points
 
 
 def _scratch_bytes(problem: Problem) -> Any:
@@ -70,7 +70,13 @@ def _scratch_bytes(problem: Problem) -> Any:
 
 
 def _constraints(problem: Problem, target: Target) -> list[Constraint]:
-    return [Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes")]
+    import sympy
+
+    found = [Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes")]
+    if problem.which == "forward":
+        found += splits.constraints(problem)
+        found.append(Constraint("key splits on tile registers", sympy.Symbol("amx") * sympy.Abs(sympy.Symbol("kv_splits") - 1), 0, "more than one"))
+    return found
 
 
 def _cost(problem: Problem, facts: Facts, target: Target) -> Any:
@@ -102,7 +108,7 @@ def _cost(problem: Problem, facts: Facts, target: Target) -> Any:
     return (product * hidden + softmax + tile + stream + evicted) * block_q / used
 
 
-def _no_params(problem: Problem) -> Sequence[tuple[str, str]]:
+def _no_params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     return ()
 
 

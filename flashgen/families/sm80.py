@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import Constraint, Family, Launch, Sizes, Workspace
+from . import Constraint, Family, Launch, Sizes, Workspace, splits
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -118,14 +118,16 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     import sympy
 
     f = _symbols()
+    splitting = splits.constraints(problem) if problem.which == "forward" else []
     if _simt(problem):
-        return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes")]
+        return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes"), *splitting]
     used, registers = smem_bytes(problem.which, f), _registers(problem.which, f, sympy.Max)
     found = [
         Constraint("shared memory", used, target.smem_block_bytes, "bytes"),
         Constraint("shared memory of an SM", f["ctas"] * (used + RESERVED_SMEM_BYTES), target.smem_sm_bytes, "bytes"),
         Constraint("registers of a thread", registers, 255, "registers"),
         Constraint("registers of an SM", f["ctas"] * 32 * f["warps"] * registers, target.registers_sm, "registers"),
+        *splitting,
     ]
     if problem.which == "backward" and _dq_by_rows(problem):
         found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
@@ -139,12 +141,12 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     """Candidate plans, best guess first on ties."""
     section = {"section_bytes": target.l2_bytes // 2}  # keys and values of the heads that run together stay within half of L2
     if _simt(problem):
-        return [_simt_plan(problem) | section]
+        return [_simt_plan(problem) | section | (splits.fields(problem, target) if problem.which == "forward" else {})]
     dim_qk, dim_v = _dims(problem)
     common = {"simt": 0, "dim_qk": dim_qk, "dim_v": dim_v, "dim_most": max(dim_qk, dim_v), "aligned": int(problem.aligned), **section}
     points: list[dict[str, int]] = []
     if problem.which == "forward":
-        steps = dim_qk // 16
+        steps, common = dim_qk // 16, common | splits.fields(problem, target)
         for block_q, block_kv, warps, stages, ctas, q_in_registers in _FORWARD_FEW + _FORWARD if problem.size == "few" else _FORWARD:
             tile = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas, "q_in_registers": q_in_registers}
             shorter = steps > 4 and steps % 4 == 0 and not q_in_registers
@@ -233,15 +235,27 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 # ---- launching -------------------------------------------------------------------------------------------------------------------------------
 
 
-def params(problem: Problem) -> Sequence[tuple[str, str]]:
-    """The float32 sum of dQ that blocks add to."""
-    return (("float*", "dq_sum"),) if problem.which == "backward" and problem.dq and not _dq_by_rows(problem) else ()
+def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
+    """Backward: the float32 sum of dQ that blocks add to. Forward: what splits of the keys leave to be combined."""
+    if problem.which == "forward":
+        return splits.params(problem) if plan.kv_splits != 1 else ()
+    return (("float*", "dq_sum"),) if problem.dq and not _dq_by_rows(problem) else ()
+
+
+def _q_blocks(plan: Plan, sizes: Sizes) -> int:
+    return _ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
+
+
+def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
+    return {"splits": splits.count(plan, sizes, _q_blocks(plan, sizes))} if problem.which == "forward" and plan.kv_splits != 1 else {}
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     """One float32 copy of dQ in whole tiles; packed sequences may each leave one partly empty. backward_prepare clears it."""
-    if not params(problem):
+    if not params(problem, plan):
         return []
+    if problem.which == "forward":
+        return splits.workspaces(problem, sizes, numbers(problem, plan, sizes)["splits"])
     varlen = problem.layout == "varlen"
     tiles = _ceil_div(sizes.total_q, plan.block_q) + sizes.batch if varlen else sizes.batch * _ceil_div(sizes.q_len, plan.block_q)
     return [Workspace("dq_sum", "float32", tiles * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
@@ -254,7 +268,11 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
         return _ceil_div(sizes.q_len, block_q) * sizes.batch * sizes.heads, 1, 1
 
     if problem.which == "forward":
-        return [Launch("forward", q_blocks(plan.block_q), plan.warps * 32, plan.smem_bytes)]
+        count = numbers(problem, plan, sizes).get("splits", 1)
+        found = [Launch("forward", (_q_blocks(plan, sizes) * count, 1, 1), plan.warps * 32, plan.smem_bytes)]
+        if plan.kv_splits != 1:
+            found.append(Launch("combine", (_ceil_div(sizes.batch * sizes.heads * sizes.q_len, 4), 1, 1), 128, 0))
+        return found
     by_rows = _dq_by_rows(problem)
     by_atomics = problem.dq and not by_rows
     kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads * (plan.splits if plan.simt else 1)
@@ -279,6 +297,7 @@ FAMILY = Family(
     headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm80/mma.cuh", "fg/sm80/schedule.cuh"),
     params=params,
     workspaces=workspaces,
+    numbers=numbers,
     launches=launches,
     derive=derive,
     grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",

@@ -123,7 +123,7 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
     return 1
 
 
-def params(problem: Problem) -> Sequence[tuple[str, str]]:
+def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the counter that persistent blocks draw their work from, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")]
     return (*maps, ("int*", "counter"), *(("int", name) for name in ("q_tiles", "pieces", "section")))
