@@ -68,7 +68,10 @@ class Golden:
 
     @cached_property
     def plan(self) -> Plan:
-        return pipeline.choose_plan(self.form, self.full_problem, self.target, None, None)
+        """The plan that a call builds: on a GPU the first of the tiler's ranking whose build does not spill, whose rank is recorded."""
+        first = pipeline.choose_plan(self.form, self.full_problem, self.target, None, None)
+        rank = _recorded_rank(self.name)
+        return pipeline.ranked(self.form, self.full_problem, self.target, first.family)[rank].plan if rank else first
 
     def source(self) -> Source:
         return replace(pipeline.emit_source(self.form, self.full_problem, self.target, self.plan), name=self.name)
@@ -143,13 +146,27 @@ def gpu_goldens() -> list[Golden]:
     return [golden for golden in GOLDENS.values() if golden.target.kind == "cuda"]
 
 
+def _recorded_rank(name: str) -> int:
+    path = DIRECTORY / RESOURCES
+    return next((int(row["rank"]) for row in read_resources() if row["kernel"] == name), 0) if path.exists() else 0
+
+
+def with_clean_plan(golden: Golden) -> tuple[Golden, int]:
+    """The golden with the plan that its builds end at, and that plan's rank. Needs NVRTC."""
+    plan = pipeline.prepare(golden.form, golden.full_problem, golden.target).plan
+    ranking = [c.plan for c in pipeline.ranked(golden.form, golden.full_problem, golden.target, plan.family)]
+    found = replace(golden)
+    found.__dict__["plan"] = plan
+    return found, ranking.index(plan)
+
+
 def planned_smem(golden: Golden) -> dict[str, int]:
     """Dynamic shared memory of each entry, as the tiler has it."""
     sizes = Sizes(batch=1, heads=golden.problem.group, kv_heads=1, q_len=4096, kv_len=4096, total_q=4096, total_k=4096)
     return {launch.entry: launch.smem_bytes for launch in families.get(golden.plan.family).launches(golden.full_problem, golden.plan, sizes)}
 
 
-def resources(golden: Golden) -> list[dict[str, str]]:
+def resources(golden: Golden, rank: int) -> list[dict[str, str]]:
     """A row per architecture and entry: what ptxas reports, and the shared memory that the plan asks for. Needs NVRTC, no GPU."""
     rows = []
     planned = planned_smem(golden)
@@ -159,7 +176,7 @@ def resources(golden: Golden) -> list[dict[str, str]]:
             row = {
                 "kernel": golden.name, "entry": entry.name, "arch": CHIPS[name].arch, "registers": entry.registers,
                 "spill_stores": entry.spill_stores, "spill_loads": entry.spill_loads, "stack_bytes": entry.stack_bytes,
-                "static_smem_bytes": entry.smem_bytes, "planned_smem_bytes": planned[entry.name], "compiler": compiler_version(CHIPS[name]),
+                "static_smem_bytes": entry.smem_bytes, "planned_smem_bytes": planned[entry.name], "compiler": compiler_version(CHIPS[name]), "rank": rank,
             }  # fmt: skip
             rows.append({key: str(value) for key, value in row.items()})
     return rows
@@ -169,8 +186,8 @@ def read_resources(directory: Path = DIRECTORY) -> list[dict[str, str]]:
     return list(csv.DictReader((directory / RESOURCES).read_text().splitlines()))
 
 
-def _resources_text() -> str:
-    rows = [row for golden in gpu_goldens() for row in resources(golden)]
+def _resources_text(clean: list[tuple[Golden, int]]) -> str:
+    rows = [row for golden, rank in clean for row in resources(golden, rank)]
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -180,7 +197,9 @@ def _resources_text() -> str:
 
 def update(directory: Path = DIRECTORY) -> list[str]:
     """Rewrite the folder; names of the files that changed. Needs NVRTC for the resources of the GPU kernels."""
-    wanted = {golden.file_name: golden.source().text for golden in GOLDENS.values()} | {RESOURCES: _resources_text()}
+    clean = {golden.name: with_clean_plan(golden) for golden in gpu_goldens()}
+    wanted = {golden.file_name: clean.get(golden.name, (golden, 0))[0].source().text for golden in GOLDENS.values()}
+    wanted[RESOURCES] = _resources_text(list(clean.values()))
     changed = []
     for path in (*directory.glob("*.cu"), *directory.glob("*.cpp")):
         if path.name not in wanted:

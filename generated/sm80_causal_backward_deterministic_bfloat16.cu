@@ -492,7 +492,7 @@ struct DqSmem {
 };
 static_assert(sizeof(DqSmem) == DQ_SMEM_BYTES, "tiler and kernel disagree");
 
-extern "C" __global__ void __launch_bounds__(DQ_THREADS) backward_dq(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(DQ_THREADS, 2) backward_dq(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char smem_bytes[];
   DqSmem& smem = *reinterpret_cast<DqSmem*>(smem_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -13,24 +13,24 @@ constexpr int HEAD_DIM_QK = 64;
 constexpr int HEAD_DIM_V = 64;
 constexpr int GROUP = 1;  // query heads per kv head
 constexpr int ALIGNED = 1;
-constexpr int BLOCK_KV = 128;
-constexpr int BLOCK_Q = 128;
+constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 64;
 constexpr int BUFFERS = 1;
-constexpr int CTAS = 1;
+constexpr int CTAS = 2;
 constexpr int DIM_MOST = 64;
 constexpr int DIM_QK = 64;
 constexpr int DIM_V = 64;
 constexpr int DQ_PASSES = 1;
-constexpr int KEY_WARPS = 4;
-constexpr int QUERY_WARPS = 4;
+constexpr int KEY_WARPS = 2;
+constexpr int QUERY_WARPS = 2;
 constexpr int SCORE_PASSES = 1;
 constexpr int SCORE_WARPS_Q = 2;
 constexpr int SECTION_BYTES = 20971520;
 constexpr int SIMT = 0;
-constexpr int SMEM_BYTES = 166016;
+constexpr int SMEM_BYTES = 66688;
 constexpr int STAGES = 2;
 constexpr int UNROLL = 4;
-constexpr int WARPS = 8;
+constexpr int WARPS = 4;
 
 #include "fg/math.cuh"
 #include "fg/sm80/grad.cuh"

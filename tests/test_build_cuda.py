@@ -52,3 +52,10 @@ def test_variants_compile_clean(name, which):
 @pytest.mark.parametrize("dim", [16, 40, 96, 192, 256])
 def test_head_dims_compile_clean(dim, which):
     assert not _build(variants()["causal"], "sm80", dim, which, torch.float16).report.faults
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90a"])
+@pytest.mark.parametrize("dim", [64, 192])
+def test_the_deterministic_backward_compiles_clean(dim, target):
+    variant, tensors = variants()["softcap and window"], _tensors(dim)
+    assert not fg.compile(variant, target=target, deterministic=True).build(*tensors, which="backward").report.faults

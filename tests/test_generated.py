@@ -60,13 +60,13 @@ def test_planned_shared_memory_is_as_recorded_and_fits():
 @pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
 @pytest.mark.parametrize("golden", gpu_goldens(), ids=lambda golden: golden.name)
 def test_gpu_kernels_compile_as_recorded(golden):
-    """Kept kernels are the tiler's first choice; where that spills, a call gets the next plan (test_build_cuda holds those to none)."""
+    """A kept kernel is what a call builds for its chip, without spills; the other architectures compile the same text, as recorded."""
     recorded = {(row["entry"], row["arch"]): row for row in read_resources() if row["kernel"] == golden.name}
-    found = generated.resources(golden)
+    found = generated.resources(golden, 0)
     assert {(row["entry"], row["arch"]) for row in found} == set(recorded), f"Update with: {UPDATE}"
     for row in found:
-        was = recorded[row["entry"], row["arch"]]
-        worse = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if int(row[key]) > int(was[key]) + 64}
+        was, own = recorded[row["entry"], row["arch"]], row["arch"] == golden.target.arch
+        worse = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if int(row[key]) > (0 if own else int(was[key]) + 64)}
         assert not worse, f"{golden.name}, {row['entry']} for {row['arch']}: {worse}"
         assert row["static_smem_bytes"] == was["static_smem_bytes"]
         # another NVRTC allocates differently; only a jump is a finding

@@ -37,7 +37,7 @@ _BACKWARD = (
     (64, 64, 8, 1, 1, 1), (64, 64, 4, 2, 2, 2), (64, 64, 4, 2, 2, 1), (64, 64, 4, 1, 2, 2), (64, 64, 4, 1, 2, 1), (64, 64, 4, 1, 1, 1),
     (32, 64, 8, 1, 1, 1), (32, 32, 4, 1, 1, 1),
 )  # fmt: skip
-_BACKWARD_DQ = ((64, 64), (64, 32), (32, 32), (32, 16))  # dq_block_q, dq_block_kv of the kernel over q tiles
+_BACKWARD_DQ = ((64, 64), (64, 32), (64, 16), (32, 32), (32, 16))  # dq_block_q, dq_block_kv of the kernel over q tiles
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -152,17 +152,17 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             shorter = steps > 4 and steps % 4 == 0 and not q_in_registers
             points += [common | tile | {"unroll": unroll} for unroll in ((steps, 4) if shorter else (steps,))]
     else:
-        by_rows: dict[str, int] = {}
-        if _dq_by_rows(problem):
+        by_rows: list[dict[str, int]] = [{}]
+        if _dq_by_rows(problem):  # the next where one spills
             fitting = [b for b in _BACKWARD_DQ if 2 * sum(b) * (dim_qk + dim_v) <= target.smem_block_bytes] or [_BACKWARD_DQ[-1]]
-            by_rows = {"dq_block_q": fitting[0][0], "dq_block_kv": fitting[0][1]}
+            by_rows = [{"dq_block_q": block_q, "dq_block_kv": block_kv} for block_q, block_kv in fitting[:3]]
         unroll = 4 if dim_qk % 64 == dim_v % 64 == 0 else max(dim_qk, dim_v) // 16
         for block_q, block_kv, warps, stages, ctas, passes in _BACKWARD:
             grids = _backward_warps(block_q, block_kv, warps, passes, dim_qk, dim_v)
             if grids:
                 dq_passes = 2 if block_q * dim_qk > 32 * 32 * warps and dim_qk % (32 * warps // grids["query_warps"]) == 0 else 1
                 tile = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "ctas": ctas}
-                points.append(common | tile | grids | by_rows | {"score_passes": passes, "dq_passes": dq_passes, "unroll": unroll})
+                points += [common | tile | grids | rows | {"score_passes": passes, "dq_passes": dq_passes, "unroll": unroll} for rows in by_rows]
     return [derive(problem.which, p) for p in points]
 
 
