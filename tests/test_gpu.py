@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.gpu
-DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("stretch", [1, 5])
