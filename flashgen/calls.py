@@ -355,12 +355,16 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
 
 
-def bound_backward(text: str, c: Call, b: Backward, tensors: dict[str, Tensor], *, aligned: bool) -> Bound:
-    """The packed arguments of a backward on these tensors: ``q``, ``k``, ``v``, ``out``, ``dout`` and the gradients wanted of q, k and v."""
+def bound_backward(text: str, c: Call, b: Backward, tensors: dict[str, Tensor], *, aligned: bool, own_delta: bool = False) -> Bound:
+    """The packed arguments of a backward on these tensors: ``q``, ``k``, ``v``, ``out``, ``dout`` and the gradients wanted of q, k and v.
+
+    own_delta: the caller needs no delta, each launch allocates it.
+    """
 
     def make() -> Bound:
         sizes, (handle, form) = _sizes(c), parse_handle(text)
         problem = backward_problem(handle, c, b, aligned and strides_aligned(tensors.values()))
-        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, b.lse), sizes)
+        scratch = [("delta", b.lse.numel() * b.lse.element_size())] if own_delta else []
+        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, b.lse), sizes, scratch)
 
-    return _bind(_key(text, c, tensors, aligned, b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)
+    return _bind(_key(text, c, tensors, aligned, own_delta, b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class Arguments:
         self.table = ctypes.addressof(self._entries)  # what a driver takes: an array of addresses, one per parameter
 
 
+SCRATCH_ALIGNMENT = 256  # bytes
+
 Starter = Callable[[Arguments], None]  # queues the kernels of a pass
 
 
@@ -46,14 +48,17 @@ class Loaded:
     device: torch.device
     starter: Callable[[Sizes], Starter]
 
-    def bind(self, arguments: Mapping[str, Any], sizes: Sizes) -> Bound:
-        return Bound(self, arguments, sizes)
+    def bind(self, arguments: Mapping[str, Any], sizes: Sizes, scratch: Iterable[tuple[str, int]] = ()) -> Bound:
+        return Bound(self, arguments, sizes, scratch)
 
 
 class Bound:
-    """The arguments of one shape: everything but the addresses is packed."""
+    """The arguments of one shape: everything but the addresses is packed.
 
-    def __init__(self, loaded: Loaded, arguments: Mapping[str, Any], sizes: Sizes):
+    scratch: pointers that the caller has no use for, with the bytes to allocate for each.
+    """
+
+    def __init__(self, loaded: Loaded, arguments: Mapping[str, Any], sizes: Sizes, scratch: Iterable[tuple[str, int]]):
         executable = loaded.executable
         self._device = loaded.device
         fields = executable.params.fields
@@ -66,7 +71,12 @@ class Bound:
         extras |= family.numbers(executable.problem, executable.plan, sizes)
         self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **extras, **arguments})
         wanted = family.workspaces(executable.problem, executable.plan, sizes)
-        self._workspaces = [(w.field, torch.zeros if w.zeroed else torch.empty, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted]
+        self._workspaces = [(w.field, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted if w.zeroed]
+        self._scratch: list[tuple[str, int]] = []  # fields and offsets in one allocation
+        self._scratch_bytes = 0
+        for field, size in [(w.field, w.elements * getattr(torch, w.dtype).itemsize) for w in wanted if not w.zeroed] + list(scratch):
+            self._scratch.append((field, self._scratch_bytes))
+            self._scratch_bytes += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self._encoders = [(m.tensor, tensor_map.encoder(m, executable.problem.dtype, arguments, sizes)) for m in maps]
         self._start = loaded.starter(sizes)
         self._own = threading.local()  # each thread fills its own arguments: autograd calls from threads of its own
@@ -74,10 +84,15 @@ class Bound:
     def start(self, addresses: dict[str, int]) -> None:
         """Allocate workspaces through torch, enter the addresses and launch."""
         held = []  # keeps the workspaces alive until the launch is queued; torch's allocator then reuses them in stream order
-        for field, make, elements, dtype, kept in self._workspaces:
-            tensor = _kept(elements, dtype, self._device) if kept else make(elements, dtype=dtype, device=self._device)
+        for field, elements, dtype, kept in self._workspaces:
+            tensor = _kept(elements, dtype, self._device) if kept else torch.zeros(elements, dtype=dtype, device=self._device)
             addresses[field] = tensor.data_ptr()
             held.append(tensor)
+        if self._scratch:
+            tensor = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+            start = tensor.data_ptr()
+            for field, place in self._scratch:
+                addresses[field] = start + place
         try:
             arguments = self._own.arguments
         except AttributeError:

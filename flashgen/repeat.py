@@ -77,10 +77,9 @@ class Repeat:
     ) -> list[Tensor | None]:
         """dq, dk and dv, None where not wanted."""
         addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "out": out.data_ptr(), "dout": dout.data_ptr()}
-        bits = 0
-        for address in addresses.values():
-            bits |= address
-        if bits % 16 or dout.stride(-1) != 1 or dout.is_neg() or not dout.data_ptr() or not ops.direct(q, k, v, out, dout):
+        bits = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"] | addresses["dout"]
+        strange = type(dout) is not Tensor or dout.is_neg() or dout.stride(-1) != 1 or not addresses["dout"]
+        if strange or bits % 16 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
             given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], deterministic)
             dq, dk, dv, *_ = ops.backward(self._text, Call(q, k, v, *self._numbers), given)
             return [g if w else None for g, w in zip((dq, dk, dv), wanted)]
@@ -90,12 +89,11 @@ class Repeat:
         if known is None:
             known = self._backward[key] = self._bind_backward(q, k, v, out, lse, dout, wanted, deterministic)
         bound, makers = known
-        delta = torch.empty_like(lse)
         gradients = [make and make(t) for make, t in zip(makers, (q, k, v))]
         for name, gradient in zip(("dq", "dk", "dv"), gradients):
             if gradient is not None:
                 addresses[name] = gradient.data_ptr()
-        addresses["lse"], addresses["delta"], addresses["out_low"] = lse.data_ptr(), delta.data_ptr(), 0
+        addresses["lse"], addresses["out_low"] = lse.data_ptr(), 0
         bound.start(addresses)
         return gradients
 
@@ -105,7 +103,7 @@ class Repeat:
         gradients = [output_like(t, t.shape[-1], t.dtype) for t in (q, k, v)]
         tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout} | {n: t for n, t, w in zip(("dq", "dk", "dv"), gradients, wanted) if w}
         given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], deterministic)
-        bound = bound_backward(self._text, Call(q, k, v, *self._numbers), given, tensors, aligned=True)
+        bound = bound_backward(self._text, Call(q, k, v, *self._numbers), given, tensors, aligned=True, own_delta=True)
         return bound, [_maker(t, gradient) if w else None for t, gradient, w in zip((q, k, v), gradients, wanted)]
 
 
