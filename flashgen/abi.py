@@ -31,7 +31,7 @@ class Field:
             return "Q"
         if self.ctype == TENSOR_MAP:
             return "128s"
-        return {"long long": "q", "int": "i", "float": "f", "double": "d"}[self.ctype]
+        return {"long long": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d"}[self.ctype]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
     reals = ["scale", *(f"float_{n}" for n in range(form.floats))]
     if problem.dropout:
         reals.append("keep_scale")
-        small.append(Field("int", "drop_below"))
+        small.append(Field("unsigned", "drop_most"))
     small += [Field(real, n) for n in reals]
     small += [Field(ctype, name) for ctype, name in extras if not ctype.endswith("*") and ctype != TENSOR_MAP]
     wide = [f for f in small if f.code in "qd"]

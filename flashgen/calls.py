@@ -67,6 +67,8 @@ class Call(NamedTuple):
     scale: float
     max_q: int  # longest query sequence (varlen); dense: Lq
     max_k: int
+    seed: Tensor | None = None  # of dropout: its 64 bits as one int64 on q's device; None: no dropout
+    dropout_p: float = 0.0
 
 
 _executables: dict[Any, Loaded] = {}
@@ -174,12 +176,14 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
     fit = lambda x: x if -largest <= x <= largest else math.copysign(math.inf, x)  # noqa: E731
     values |= {"scale": fit(c.scale), **{f"float_{n}": fit(x) for n, x in enumerate(c.floats)}}
     values |= {f"int_{n}": x for n, x in enumerate(c.ints)}
+    if c.seed is not None:  # a 32-bit word w keeps its entry iff w >= ceil(p * 2^32), that is w > drop_most; where p rounds to 1 none does
+        values |= {"drop_most": math.ceil(c.dropout_p * 2.0**32) - 1, "keep_scale": 1 / (1 - c.dropout_p) if c.dropout_p < 1 else 0.0}
     return values
 
 
 def _addresses(c: Call, tensors: dict[str, Tensor]) -> dict[str, int]:
     found = {name: t.data_ptr() for name, t in tensors.items()}
-    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"):
+    for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "seed"):
         t = getattr(c, name)
         if t is not None:
             found[name] = t.data_ptr()
@@ -196,7 +200,7 @@ def _key(text: str, c: Call, tensors: dict[str, Tensor], *static: Any) -> tuple:
     """What decides a Bound: the kernel, every shape and stride, every number."""
     shapes = tuple((t.shape, t.stride()) for t in (*tensors.values(), *c.captures))
     sequences = c.cu_seqlens_q is None or c.cu_seqlens_q.shape[0]
-    given = (c.sink is None, c.seqlens_k is None, sequences)
+    given = (c.sink is None, c.seqlens_k is None, sequences, c.seed is None, c.dropout_p)
     floats = [x if x else str(x) for x in c.floats]  # 0.0 and -0.0 are equal, and are two numbers
     return (text, shapes, c.q.dtype, c.q.device, given, c.scale, c.max_q, c.max_k, *floats, None, *c.ints, *static)
 
@@ -213,7 +217,7 @@ def _bind(key: tuple, make: Callable[[], Bound]) -> Bound:
 def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
     return Problem(
         dtype=str(c.q.dtype)[6:], head_dim_qk=c.q.shape[-1], head_dim_v=c.v.shape[-1], group=c.q.shape[1] // c.k.shape[1], layout=handle.layout,
-        sink=c.sink is not None, seqlens_k=c.seqlens_k is not None, scale_sign=(c.scale > 0) - (c.scale < 0), aligned=aligned,
+        sink=c.sink is not None, seqlens_k=c.seqlens_k is not None, dropout=c.seed is not None, scale_sign=(c.scale > 0) - (c.scale < 0), aligned=aligned,
         size=size_class(*((c.q.shape[2], c.k.shape[2]) if c.q.dim() == 4 else (c.max_q, c.max_k))), **fields,
     )  # fmt: skip
 
@@ -262,7 +266,7 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def packed_heads(form: Form, c: Call) -> tuple[Form, Call, Callable[[Tensor], Tensor]]:
     """A decoding step of grouped heads as one row per head of a kv head: its form and call, and the view that makes rows of heads in q, out or lse."""
     group = c.q.shape[1] // c.k.shape[1] if c.q.dim() == 4 and c.k.shape[1] else 1
-    if c.q.dim() != 4 or c.q.shape[2] != 1 or group == 1 or c.sink is not None:
+    if c.q.dim() != 4 or c.q.shape[2] != 1 or group == 1 or c.sink is not None or c.seed is not None:  # which count heads
         return form, c, lambda t: t
     rows: Callable[[Tensor], Tensor] = lambda t: t.squeeze(2).unflatten(1, (c.k.shape[1], group))  # noqa: E731
     return pack_group(form, group), c._replace(q=rows(c.q), max_q=group), rows

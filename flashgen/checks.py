@@ -154,12 +154,11 @@ def aux(return_aux: Any) -> tuple[str, ...]:
 
 
 def dropout(p: Any, seed: Any) -> None:
+    """A probability, and a 64-bit unsigned seed or None."""
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0:
         raise VariantError(f"dropout_p={p!r}: a probability in 0..1 is wanted.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
         raise VariantError(f"seed={seed!r}: an integer in 0..2^64 - 1, or None.")
-    if p:
-        raise VariantError("dropout_p > 0 is not available in this version: apply dropout outside, or leave it at 0.")
 
 
 def given_inputs(wanted: Mapping[str, int], inputs: Any) -> dict[str, Any]:

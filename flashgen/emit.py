@@ -87,7 +87,8 @@ def _opening(spec: Spec) -> str:
     problem = spec.problem
     traits = [spec.target.name, problem.dtype, f"head dims {problem.head_dim_qk}/{problem.head_dim_v}", f"family {spec.plan.family}"]
     traits += [f"{problem.group} query heads per kv head"] if problem.group > 1 else []
-    traits += [name for name in ("sink", "deterministic", "seqlens_k") if getattr(problem, name)] + ([problem.layout] if problem.layout != "dense" else [])
+    traits += [name for name in ("sink", "dropout", "deterministic", "seqlens_k") if getattr(problem, name)]
+    traits += [problem.layout] if problem.layout != "dense" else []
     lines = [f"Attention {problem.which} written by flashgen: {', '.join(traits)}.", *analyze(spec.form).sentences]
     return "".join(f"// {line}\n" for line in lines)
 

@@ -96,7 +96,9 @@ class Kernel:
         """Attention. q ``(B, Hq, Lq, D)``, k ``(B or 1, Hkv, Lk, D)``, v ``(B or 1, Hkv, Lk, Dv)`` -> ``(B, Hq, Lq, Dv)`` in q's dtype.
 
         layout="blhd" takes and gives ``(B, L, H, D)``. seqlens_k: int32 ``(B,)``, keys in use per batch item. sink: float ``(Hq,)``.
-        inputs: tensors for the names of ``flashgen.input``. return_aux: True, or names of statistics -> ``(out, Aux)``.
+        inputs: tensors for the names of ``flashgen.input``. dropout_p in 0..1: entries of P are dropped by a counter-based rule of position and seed
+        (0..2^64 - 1; None: drawn from torch's generator of the device), the same on every device; lse is that without dropout.
+        return_aux: True, or names of statistics -> ``(out, Aux)``.
         Raises ShapeError, DtypeError, DeviceError or VariantError before any launch.
         """
         key = None
@@ -123,7 +125,7 @@ class Kernel:
         """Attention on packed sequences: q ``(Tq, Hq, D)``, k ``(Tk, Hkv, D)``, v ``(Tk, Hkv, Dv)``, int32 offsets ``(N + 1,)`` -> ``(Tq, Hq, Dv)``.
 
         b is the sequence number; indices, q_len and kv_len count within each sequence. Rows past the last offset: out 0, lse -inf.
-        ``aux.lse`` is ``(Hq, Tq)``. max_seqlen None is bounded by Tq and Tk, without a synchronisation.
+        dropout_p and seed as in a dense call. ``aux.lse`` is ``(Hq, Tq)``. max_seqlen None is bounded by Tq and Tk, without a synchronisation.
         """
         wanted = checks.aux(return_aux)
         call, traced = self._packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, inputs, dropout_p, seed)
@@ -212,7 +214,8 @@ class Kernel:
         checks.sink(self.variant, sink, q.shape[1], q.device)
         traced, captures = self._captured(self._traced(given), given, q.device)
         checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
-        return Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2]), traced
+        call = Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2])
+        return _dropping(call, dropout_p, seed), traced
 
     def _packed(
         self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any
@@ -234,7 +237,8 @@ class Kernel:
             if {"Q", "K"} & {x for x in capture.expect or () if isinstance(x, str)}:
                 raise ShapeError("from_dense and a bias with query or key dimensions do not fit packed sequences: use a function of b, q_idx and kv_idx.")
         checks.captures(traced.captures, captures, {"B": cu_q.shape[0] - 1, "H": q.shape[1], "Q": lengths[0], "K": lengths[1]}, q.device)
-        return Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1]), traced
+        call = Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1])
+        return _dropping(call, dropout_p, seed), traced
 
     def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
         form = _form_text(traced, call.captures)
@@ -334,6 +338,18 @@ def _with_dtypes(form: str, dtypes: tuple[str, ...]) -> str:
 @lru_cache(maxsize=1024)
 def _with_dtypes_text(form: str, dtypes: tuple[str, ...]) -> str:
     return Form.parse(form).with_dtypes(dtypes).text
+
+
+def _dropping(call: Call, p: float, seed: int | None) -> Call:
+    """The call with its dropout. The seed is a tensor on q's device, so that a captured graph draws anew at each replay."""
+    return call._replace(seed=seed_tensor(seed, call.q.device), dropout_p=float(p)) if p else call
+
+
+def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
+    """A 64-bit unsigned seed as the int64 of equal bits; None: drawn from torch's generator of the device. No synchronisation."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -19,8 +19,9 @@ from .errors import VariantError
 
 _COMMON = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] captures, "
-    "float[] floats, SymInt[] ints, float scale, SymInt max_q, SymInt max_k"
+    "float[] floats, SymInt[] ints, float scale, SymInt max_q, SymInt max_k, Tensor? seed, float dropout_p"
 )
+FIELDS = len(Call._fields)  # arguments that both operators begin with
 _library = torch.library.Library("flashgen", "DEF")
 _library.define(f"forward(str handle, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
@@ -43,7 +44,7 @@ def _values_checked(c: Call) -> Call:
 
 for _dispatch in ("CPU", "CUDA"):
     _library.impl("forward", lambda handle, *a: run_forward(handle, _values_checked(Call(*a))), _dispatch)
-    _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:13]), Backward(*a[13:])), _dispatch)
+    _library.impl("backward", lambda handle, *a: run_backward(handle, Call(*a[:FIELDS]), Backward(*a[FIELDS:])), _dispatch)
 
 
 def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,7 +57,7 @@ def _fake_forward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _fake_backward(handle: str, *a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    c, b = Call(*a[:13]), Backward(*a[13:])
+    c, b = Call(*a[:FIELDS]), Backward(*a[FIELDS:])
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (c.q, c.k, c.v)]
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip(rows, b.wanted))
     return dq, dk, dv, torch.empty_like(b.lse), [b.lse.new_empty(c.captures[n].shape, dtype=grad_dtype(b.lse)) for n in b.slots]
@@ -105,17 +106,21 @@ class Once(torch.autograd.Function):
         raise VariantError("a second derivative of attention is not supported: take one derivative only, or differentiate flashgen.reference.reference twice.")
 
 
+BEFORE_CAPTURES = 11  # arguments of Attention
+
+
 class Attention(torch.autograd.Function):
     """forward(q, k, v, sink, handle, backward options, numbers ..., captures) -> out, lse, max_scores."""
 
     @staticmethod
     def forward(
-        ctx: Any, text: str, options: tuple, numbers: tuple, q: Tensor, k: Tensor, v: Tensor, sink: Any, seqlens_k: Any, cu_q: Any, cu_k: Any, *captures: Tensor
-    ) -> Any:
-        floats, ints, scale, max_q, max_k = numbers
-        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, list(captures), list(floats), list(ints), scale, max_q, max_k)
+        ctx: Any, text: str, options: tuple, numbers: tuple, q: Tensor, k: Tensor, v: Tensor, sink: Any, seqlens_k: Any, cu_q: Any, cu_k: Any, seed: Any,
+        *captures: Tensor,
+    ) -> Any:  # fmt: skip
+        floats, ints, scale, max_q, max_k, dropout_p = numbers
+        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, list(captures), list(floats), list(ints), scale, max_q, max_k, seed, dropout_p)
         out, lse, top, low = forward(text, call)
-        ctx.save_for_backward(q, k, v, sink, seqlens_k, cu_q, cu_k, out, low, lse, *captures)
+        ctx.save_for_backward(q, k, v, sink, seqlens_k, cu_q, cu_k, seed, out, low, lse, *captures)
         ctx.text, ctx.options, ctx.numbers = text, options, numbers
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
@@ -123,14 +128,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
-        q, k, v, sink, seqlens_k, cu_q, cu_k, out, low, lse, *captures = ctx.saved_tensors
+        q, k, v, sink, seqlens_k, cu_q, cu_k, seed, out, low, lse, *captures = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * (10 + len(captures))
-        floats, ints, scale, max_q, max_k = ctx.numbers
+            return (None,) * (BEFORE_CAPTURES + len(captures))
+        floats, ints, scale, max_q, max_k, dropout_p = ctx.numbers
         deterministic, score_slots = ctx.options
         needs = ctx.needs_input_grad
-        slots = [n for n in score_slots if needs[10 + n]]
-        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, captures, list(floats), list(ints), scale, max_q, max_k)
+        slots = [n for n in score_slots if needs[BEFORE_CAPTURES + n]]
+        call = Call(q, k, v, sink, seqlens_k, cu_q, cu_k, captures, list(floats), list(ints), scale, max_q, max_k, seed, dropout_p)
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = [bool(needs[3]), bool(needs[4]), bool(needs[5])]
@@ -142,7 +147,7 @@ class Attention(torch.autograd.Function):
             p = torch.where(torch.isneginf(lse), torch.zeros_like(lse), torch.exp(logit - lse))
             rows = -(p * delta)
             dsink = (rows.sum((0, 2)) if lse.dim() == 3 else rows.sum(1)).to(sink.dtype)
-        found: list[Tensor | None] = [dq if needs[3] else None, dk if needs[4] else None, dv if needs[5] else None, dsink, None, None, None]
+        found: list[Tensor | None] = [dq if needs[3] else None, dk if needs[4] else None, dv if needs[5] else None, dsink, None, None, None, None]
         per_slot: list[Tensor | None] = [None] * len(captures)
         for n, g in zip(slots, grads):
             per_slot[n] = g.reshape(captures[n].shape).to(captures[n].dtype) if captures[n].numel() else torch.zeros_like(captures[n])
@@ -163,6 +168,6 @@ def attend(call: Call, slots: tuple[int, ...], handle: Callable[[bool], str], de
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
         return forward(handle(False), call)[:3]
     learned = any(call.captures[n].requires_grad for n in slots)
-    numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k)
+    numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k, call.dropout_p)
     captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
-    return Attention.apply(handle(learned), (deterministic, slots), numbers, *call[:7], *captures)
+    return Attention.apply(handle(learned), (deterministic, slots), numbers, *call[:7], call.seed, *captures)

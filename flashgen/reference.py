@@ -6,13 +6,14 @@ Variant, q, k, v -> out, lse, max_scores. Example: ``reference(variant, q.double
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from . import checks
 from .form import Form, Traced
-from .kernel import _resolve
+from .kernel import _resolve, seed_tensor
 from .language import BOOL, FLOATS, INT, LONG, SINGLE
 from .variant import Variant
 
@@ -59,6 +60,26 @@ def evaluate(form: Form, root: int, symbols: Mapping[str, Tensor], captures: lis
     return values[root]
 
 
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
+    """The four words of Philox4x32-10 (Salmon et al. 2011) for int64 tensors that hold 32-bit unsigned words."""
+    low, words = 0xFFFFFFFF, list(counter)
+    for i in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # modulo 2^64, of which both halves are read
+        halves = [(k + i * step) & low for k, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+        words = [(second >> 32 & low) ^ words[1] ^ halves[0], second & low, (first >> 32 & low) ^ words[3] ^ halves[1], first & low]
+    return words
+
+
+def kept(p: float, seed: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """bool ``(B, Hq, Lq, Lk)``: which entries dropout keeps, for a seed of ``kernel.seed_tensor``."""
+    b, h, q_len, kv_len = shape
+    axis = lambda n, at: torch.arange(n, dtype=torch.int64, device=seed.device).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731
+    head = axis(b, 0) * h + axis(h, 1)
+    words = philox((axis(-(-kv_len // 4), 3), axis(q_len, 2), head, torch.zeros_like(head)), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    drawn = torch.stack([w.expand(b, h, q_len, -(-kv_len // 4)) for w in words], -1).flatten(-2)[..., :kv_len]
+    return drawn >= math.ceil(p * 2.0**32)
+
+
 def reference(
     variant: Variant,
     q: Tensor,
@@ -68,8 +89,11 @@ def reference(
     seqlens_k: Tensor | None = None,
     sink: Tensor | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out ``(B, Hq, Lq, Dv)``, lse and max_scores ``(B, Hq, Lq)``, computed in q's dtype with scores in float32 (float64 for float64 inputs)."""
+    checks.dropout(dropout_p, seed)
     traced: Traced = variant.trace(dict(inputs or {}))
     form, real = traced.form, torch.float64 if q.dtype == torch.float64 else torch.float32
     (B, H, Lq, D), Lk = q.shape, k.shape[2]
@@ -98,7 +122,10 @@ def reference(
         total = total + torch.exp(sink.to(real).view(1, H, 1) - base)
     empty = total == 0
     safe = torch.where(empty, torch.ones_like(total), total)
-    out = (p / safe[..., None]).to(q.dtype) @ torch.where(torch.isfinite(v), v, torch.zeros_like(v))
+    weights = p / safe[..., None]
+    if dropout_p:
+        weights = torch.where(kept(dropout_p, seed_tensor(seed, q.device), (B, H, Lq, Lk)), weights / (1 - dropout_p) if dropout_p < 1 else weights, 0)
+    out = weights.to(q.dtype) @ torch.where(torch.isfinite(v), v, torch.zeros_like(v))
     lse = torch.where(empty, torch.full_like(total, -math.inf), base + safe.log())
     return out, lse, top
 

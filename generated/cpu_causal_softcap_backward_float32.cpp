@@ -267,7 +267,9 @@ FG_FN void walk_keys(const Task& task, bool exact, Scratch& scratch) {
     long long value_stride = p.v_stride_l;
     const real* const value = rows_as_real<HEAD_DIM_V>(values + k_first * value_stride, value_stride, count, scratch.value);
     multiply_rows<VECTORS>(value, value_stride, count, scratch.dout, HEAD_DIM_V, scratch.dscores);
-    for (int n = 0; n < count; ++n) differentiate(task, rows, k_first + n, partial, exact, LOG2E, scratch, scratch.weights + n * BLOCK_Q, scratch.dscores + n * BLOCK_Q);
+    for (int n = 0; n < count; ++n) {
+      differentiate(task, rows, k_first + n, partial, exact, LOG2E, scratch, scratch.weights + n * BLOCK_Q, scratch.dscores + n * BLOCK_Q);
+    }
     if (exact) {
       if (partial) {
         accumulate_visible_columns<HEAD_DIM_QK, VECTORS>(key, key_stride, count, scratch.dscores, nullptr, scratch.dquery,

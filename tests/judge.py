@@ -15,14 +15,14 @@ import torch
 
 import flashgen as fg
 
-AVAILABLE_LATER = ("paged-split", "dropout")  # kinds of fault cases that need features of later versions
+AVAILABLE_LATER = ("paged-split",)  # kinds of fault cases that need features of later versions
 HALF = (torch.float16, torch.bfloat16)
 
 
 def attention(
     q, k, v, *, layout="bhsd", scale=None, causal=None, window=None, align=None, softcap=0.0, alibi_slopes=None, sinks=None, attn_mask=None, bias=None,
     key_padding_mask=None, seqused_k=None, score_fn=None, mask_fn=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    return_lse=False, num_splits=0, deterministic=False, family=None,
+    return_lse=False, num_splits=0, deterministic=False, dropout_p=0.0, seed=None, family=None,
 ):  # fmt: skip
     """The call contract of cases_faults, spelled in flashgen's interface."""
     bottom_right = (causal or align or "bottom_right") == "bottom_right"
@@ -58,7 +58,7 @@ def attention(
     score = functools.reduce(operator.rshift, scores) if scores else None
     variant = fg.Variant(head_dim=(q.shape[-1], v.shape[-1]), mask=mask, score=score, scale=scale, sink=sinks is not None)
     kernel = fg.compile(variant, deterministic=deterministic or None, family=family, plan={"kv_splits": num_splits} if num_splits else None)
-    extra = {"return_aux": return_lse}
+    extra = {"return_aux": return_lse, "dropout_p": dropout_p, "seed": seed}
     if sinks is not None:
         extra["sink"] = sinks
     if cu_seqlens_q is not None:
