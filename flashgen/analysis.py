@@ -12,6 +12,7 @@ from . import derivative, ranges
 from .form import Form
 
 MAX_PROSE = 6  # operations nested in one term of a sentence
+_INFIX = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "and", "or": "or"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def describe(bounds: Any, axis: str, form: Form) -> str:
             inside = _sum(terms, constant, form)
             inside = inside if divisor == 1 else f"({inside}) / {divisor}"
             return f"{axis} {'<=' if upper else '>='} {inside}"
+        case ranges.Gate(node, wanted):
+            return f"any {axis} where {'' if wanted else 'not '}{_term(form, node)}"
         case ranges.All(parts):
             return " and ".join(describe(p, axis, form) for p in parts) or f"any {axis}"
         case ranges.Any_(parts):
@@ -104,4 +107,6 @@ def _term(form: Form, i: int, depth: int = 0) -> str:
             return f"capture_{node.data}[{', '.join(_term(form, a, depth + 1) for a in node.args)}]"
         case "const":
             return str(node.data)
+        case op if op in _INFIX:
+            return f" {_INFIX[op]} ".join(_term(form, a, depth + 1) for a in node.args)
     return f"{node.op}({', '.join(_term(form, a, depth + 1) for a in node.args)})" if node.args else node.op

@@ -40,6 +40,9 @@ class Hooks:
     kv_range: list[str]
     q_range: list[str]
     tile_class: list[str]
+    kv_from: list[str]  # these three where a row of tiles (of keys, of rows) has several ranges
+    kv_before: list[str]
+    q_from: list[str]
 
 
 def _stage(depends: frozenset[str]) -> str | None:
@@ -84,7 +87,8 @@ def make(form: Form, problem: Problem) -> Hooks:
         capture_lines = stages.function(wanted, finish)
     return Hooks(
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
-        _range(form, "k"), _range(form, "q"), _tile_class(form),
+        _range(form, "k"), _range(form, "q"), _tile_class(form), _jump(form, "k", "first_from"), _jump(form, "k", "end_before"),
+        _jump(form, "q", "first_from"),
     )  # fmt: skip
 
 
@@ -174,13 +178,31 @@ _TILE = {
 }  # fmt: skip
 
 
+def _axis(axis: str) -> tuple[str, PrintedSpans]:
+    """The length of an axis, and spans over all of it."""
+    length = "u.lens.kv_len" if axis == "k" else "u.lens.q_len"
+    return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"})
+
+
+def _jump(form: Form, axis: str, function: str) -> list[str]:
+    """Body of kv_from, kv_before or q_from: over the holes between the ranges of a tile. Empty where there is but one range."""
+    parts = ranges.several(ranges.axis_bounds(form, axis))
+    if len(parts) == 1:
+        return []
+    length, spans = _axis(axis)
+    evaluator, pick = Evaluator(form, spans), "int_min" if function == "first_from" else "int_max"
+    found = [f"fg::{function}(fg::range_within({ranges.axis_span(p, evaluator, spans)}, {length}), {'begin' if function == 'first_from' else 'end'})" for p in parts]
+    result = found[0]
+    for other in found[1:]:
+        result = f"fg::{pick}({result}, {other})"
+    return [*spans.lines, f"return {result};"]
+
+
 def _range(form: Form, axis: str) -> list[str]:
     """Body of kv_range (axis k) or q_range (axis q)."""
-    length = "u.lens.kv_len" if axis == "k" else "u.lens.q_len"
-    bounds = ranges.axis_bounds(form, axis)
+    bounds, (length, spans) = ranges.axis_bounds(form, axis), _axis(axis)
     if bounds == ranges.UNBOUNDED:
         return [f"return fg::Range{{0, {length}}};"]
-    spans = PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"})
     total = ranges.axis_span(bounds, Evaluator(form, spans), spans)
     return [*spans.lines, f"return fg::range_within({total}, {length});"]
 

@@ -188,6 +188,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "truth_where": lambda c, a, b: a if c[0] else (b if not c[1] else (a[0] and b[0], a[1] or b[1])),
     "truth_unknown": lambda: (False, True), "truth_of": lambda a: ((a[0] > 0 or a[1] < 0) and not _is_far(a), a != (0, 0)),
     "truth_le": _le, "truth_lt": _lt, "truth_eq": _eq, "truth_ne": _ne,
+    "span_if": lambda a: (-FAR, FAR) if a[1] else (0, -1),
     "span_below": lambda a: (-FAR, a[1]), "span_above": lambda a: (a[0], FAR), "span_meet": lambda a, b: (max(a[0], b[0]), min(a[1], b[1])),
     "span_join": lambda a, b: b if a[0] > a[1] else (a if b[0] > b[1] else (min(a[0], b[0]), max(a[1], b[1]))),
     "real_of": lambda a: (float(a[0]), float(a[1]), False) if max(abs(a[0]), abs(a[1])) <= EXACT else (-math.inf, math.inf, True),

@@ -15,8 +15,9 @@ from .interval import Evaluator, Spans, may_wrap
 from .language import FLOATS, INT, LONG
 
 MAX_TERMS = 64  # of one sum, and
+MAX_RANGES = 4  # of one row of tiles; what would take more is walked as its hull, tile by tile
 MAX_STEPS = 64  # inequalities of one comparison (nested minima); beyond, planning would take longer than the tiles it saves
-_FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+_FLIP = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Limit:
     constant: int
     divisor: int
     guards: tuple[int, ...] = ()  # nodes of the comparison that must not wrap around, or there is no limit
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition that the axis does not enter: everything where the node can be true (false, for ``wanted`` False) on the tile, else nothing."""
+
+    node: int
+    wanted: bool
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,14 @@ class _Extractor:
                     kept = tuple(p for p in parts if p != UNBOUNDED)
                     return kept[0] if len(kept) == 1 else All(kept)
                 return UNBOUNDED if UNBOUNDED in parts else Any_(parts)
+            case _ if self.axis not in self.form.depends[i]:
+                return Gate(i, positive)
             case "le" | "lt" | "ge" | "gt" | "eq" | "ne":
                 if any(self.form.nodes[a].type not in (INT, LONG) for a in node.args):
                     return UNBOUNDED
                 op: str = node.op
                 if not positive:
-                    if op == "eq":
-                        return UNBOUNDED
-                    op = "eq" if op == "ne" else _FLIP[op]
+                    op = _FLIP[op]
                 self.steps = 0
                 guards = tuple(sorted(self.wraps & self.form.reachable(i))) if self.wraps else ()
                 return _guarded(self.compare(op, self.affine(node.args[0]), self.affine(node.args[1])), guards)
@@ -144,6 +153,8 @@ class _Extractor:
             case "eq":
                 parts = tuple(p for p in (self.at_most(a - b), self.at_most(b - a)) if p != UNBOUNDED)
                 return parts[0] if len(parts) == 1 else All(parts)
+            case "ne":
+                return self._either(self.at_most(a - b + 1), self.at_most(b - a + 1))
         return UNBOUNDED
 
     def _node(self, symbol: Any) -> int:
@@ -170,8 +181,11 @@ class _Extractor:
         match node.op:
             case "abs" if coefficient > 0:  # |u| <= x: u <= x and -u <= x
                 return self._both(self.at_most(coefficient * arguments[0] + rest), self.at_most(-coefficient * arguments[0] + rest))
-            case "maximum" | "minimum" if (node.op == "maximum") == (coefficient > 0):
-                return self._both(*(self.at_most(coefficient * u + rest) for u in arguments))
+            case "abs":  # |u| >= x: u >= x or -u >= x
+                return self._either(self.at_most(coefficient * arguments[0] + rest), self.at_most(-coefficient * arguments[0] + rest))
+            case "maximum" | "minimum":
+                combine = self._both if (node.op == "maximum") == (coefficient > 0) else self._either
+                return combine(*(self.at_most(coefficient * u + rest) for u in arguments))
             case "floordiv" if arguments[1].is_Integer and arguments[1] > 0 and abs(coefficient) == 1:
                 divisor = arguments[1]
                 if coefficient > 0:  # u // c <= e  <=>  u <= c * e + c - 1
@@ -182,6 +196,9 @@ class _Extractor:
     def _both(self, *parts: Any) -> Any:
         kept = tuple(p for p in parts if p != UNBOUNDED)
         return kept[0] if len(kept) == 1 else All(kept)
+
+    def _either(self, *parts: Any) -> Any:
+        return UNBOUNDED if UNBOUNDED in parts else Any_(parts)
 
     def _limit(self, coefficient: int, rest: Any) -> Any:
         """coefficient * axis + rest <= 0."""
@@ -202,12 +219,53 @@ class _Extractor:
 def _guarded(bounds: Any, guards: tuple[int, ...]) -> Any:
     if isinstance(bounds, Limit):
         return replace(bounds, guards=guards)
+    if isinstance(bounds, Gate):
+        return bounds
     return type(bounds)(tuple(_guarded(p, guards) for p in bounds.parts))
 
 
 def axis_bounds(form: Form, axis: str) -> Any:
     """Bounds of ``axis`` ("k" or "q") that hold wherever the mask is true."""
     return _Extractor(form, axis).bounds(form.mask) if form.mask >= 0 else UNBOUNDED
+
+
+def several(bounds: Any) -> tuple[Any, ...]:
+    """The bounds as a union of at most MAX_RANGES parts that may leave holes between them, each one range of the axis.
+
+    Example: ``causal & (sliding_window(left=9) | first keys)`` has two, ``causal | first keys``, which both begin at 0, has one.
+    """
+    found = list(_disjuncts(bounds))
+    for side in (True, False):  # ranges that are open on the same side are one
+        same = [part for part in found if _sides(part) == {side}]
+        if len(same) > 1:
+            found = [part for part in found if part not in same] + [Any_(tuple(same))]
+    bounded = [part for part in found if _sides(part)]  # the others are everything or nothing
+    return tuple(found) if len(bounded) > 1 else (bounds,)
+
+
+def _sides(bounds: Any) -> set[bool]:
+    """Of which limits (upper: True) a part is made."""
+    match bounds:
+        case Limit(upper):
+            return {upper}
+        case Gate():
+            return set()
+    return set().union(*(_sides(p) for p in bounds.parts))
+
+
+def _disjuncts(bounds: Any) -> tuple[Any, ...]:
+    match bounds:
+        case Any_(parts):
+            found = tuple(d for p in parts for d in _disjuncts(p))
+            return found if len(found) <= MAX_RANGES else (bounds,)
+        case All(parts):
+            products: list[tuple[Any, ...]] = [()]
+            for p in parts:
+                choices = _disjuncts(p)
+                choices = choices if len(products) * len(choices) <= MAX_RANGES else (p,)
+                products = [(*chosen, c) for chosen in products for c in choices]
+            return tuple(All(chosen) for chosen in products)
+    return (bounds,)
 
 
 def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
@@ -230,6 +288,9 @@ def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
             for node in guards:
                 total = spans.call("span_guard", total, evaluator.as_integer(node))
             return total
+        case Gate(node, wanted):
+            truth = evaluator.span(node)
+            return spans.call("span_if", truth if wanted else spans.call("truth_not", truth))
         case All(parts):
             total = axis_span(parts[0], evaluator, spans) if parts else spans.call("span_unknown")
             for part in parts[1:]:

@@ -52,12 +52,18 @@ FG_FN Span span_where(Truth c, Span a, Span b) { return c.must ? a : !c.may ? b 
 // loop bounds: everything up to / from a span, intersection, and hull that forgets an empty side
 FG_FN Span span_below(Span a) { return Span{-FAR, a.hi}; }
 FG_FN Span span_above(Span a) { return Span{a.lo, FAR}; }
+FG_FN Span span_if(Truth a) { return a.may ? span_unknown() : Span{0, -1}; }
 FG_FN Span span_meet(Span a, Span b) { return Span{int_max(a.lo, b.lo), int_min(a.hi, b.hi)}; }
 FG_FN Span span_join(Span a, Span b) { return a.lo > a.hi ? b : b.lo > b.hi ? a : span_hull(a, b); }
 FG_FN Range range_within(Span a, int length) {
   const long long begin = int_max(a.lo, 0ll), end = int_min(a.hi + 1, (long long)length);
   return begin < end ? Range{(int)begin, (int)end} : Range{0, 0};
 }
+
+// of a range: its first index >= begin, NOWHERE if there is none; one past its last index < end, 0 if there is none
+constexpr int NOWHERE = 0x7fffffff;
+FG_FN int first_from(Range a, int begin) { return begin < a.end ? int_max(begin, a.begin) : NOWHERE; }
+FG_FN int end_before(Range a, int end) { return a.begin < end ? int_min(end, a.end) : 0; }
 
 FG_FN Truth truth_and(Truth a, Truth b) { return Truth{a.must && b.must, a.may && b.may}; }
 FG_FN Truth truth_or(Truth a, Truth b) { return Truth{a.must || b.must, a.may || b.may}; }
