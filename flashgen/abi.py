@@ -9,6 +9,7 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
+from . import bounds
 from .form import Form
 from .language import LONG
 from .printer import STORAGE_TYPES
@@ -95,6 +96,9 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
         add("const long long*", "seed")
     for n, spec in enumerate(form.captures):
         add(f"const {STORAGE_TYPES[spec.dtype]}*", f"capture_{n}")
+    for n in bounds.tables(form, problem):
+        add(f"const {STORAGE_TYPES[form.captures[n].dtype]}*", f"least_{n}")
+        add(f"const {STORAGE_TYPES[form.captures[n].dtype]}*", f"most_{n}")
     for n in problem.capture_grads:
         add(f"{grad_type}*", f"grad_{n}")
     for ctype, name in extras:

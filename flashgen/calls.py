@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import bounds
 from . import target as targets
 from .errors import DeviceError, VariantError
 from .families import Sizes
@@ -24,6 +25,7 @@ from .packing import pack_group
 from .pipeline import prepare
 from .plan import size_class
 from .problem import Problem
+from .tables import block_bounds
 
 
 class Handle(NamedTuple):
@@ -218,8 +220,28 @@ def _problem(handle: Handle, c: Call, aligned: bool, **fields: Any) -> Problem:
     return Problem(
         dtype=str(c.q.dtype)[6:], head_dim_qk=c.q.shape[-1], head_dim_v=c.v.shape[-1], group=c.q.shape[1] // c.k.shape[1], layout=handle.layout,
         sink=c.sink is not None, seqlens_k=c.seqlens_k is not None, dropout=c.seed is not None, scale_sign=(c.scale > 0) - (c.scale < 0), aligned=aligned,
-        size=size_class(*((c.q.shape[2], c.k.shape[2]) if c.q.dim() == 4 else (c.max_q, c.max_k))), **fields,
+        size=_size_class(c), **fields,
     )  # fmt: skip
+
+
+def _size_class(c: Call) -> str:
+    return size_class(*((c.q.shape[2], c.k.shape[2]) if c.q.dim() == 4 else (c.max_q, c.max_k)))
+
+
+_access = lru_cache(maxsize=4096)(bounds.access)
+
+
+def _tables(form: Form, c: Call, addresses: dict[str, int]) -> list[Tensor]:
+    """The tables that this call's tiles are classified by, entered into the addresses; to be held until the launch is queued."""
+    held: list[Tensor] = []
+    if _size_class(c) == "long":
+        for slot, blocked in _access(form).items():
+            if not blocked:
+                continue
+            least, most = block_bounds(c.captures[slot], blocked)
+            addresses[f"least_{slot}"], addresses[f"most_{slot}"] = least.data_ptr(), most.data_ptr()
+            held += [least, most]
+    return held
 
 
 def stored(t: Tensor) -> Tensor:
@@ -244,7 +266,7 @@ def prepared(c: Call) -> Call:
 
 def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, max_scores, out_low; those not wanted are empty."""
-    handle, _ = parse_handle(text)
+    handle, form = parse_handle(text)
     c = prepared(call)
     out = output_like(c.q, c.v.shape[-1], c.q.dtype)
     stat = statistics_of(c.q)
@@ -259,7 +281,9 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             top.fill_(float("-inf"))
     addresses = _addresses(c, tensors)
     addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
+    held = _tables(*packed_heads(form, c)[:2], addresses) if c.captures else []
     bound_forward(text, c, tensors, stat, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    del held
     return out, stat, top, low
 
 
@@ -335,7 +359,7 @@ def _finished(sums: Tensor, lse: Tensor) -> Tensor:
 
 def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
-    handle, _ = parse_handle(text)
+    handle, form = parse_handle(text)
     c = prepared(call)
     lse = b.lse
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
@@ -355,7 +379,9 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
         addresses["dlse"] = dlse.data_ptr()
     for n, g in zip(b.slots, sums):
         addresses[f"grad_{n}"] = g.data_ptr()
+    held = _tables(form, c, addresses) if c.captures else []
     bound_backward(text, c, b, tensors, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    del held
     return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
 
 

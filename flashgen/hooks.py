@@ -6,14 +6,17 @@ Every node is computed at the earliest stage that knows its symbols: b, h -> Uni
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from . import derivative, ranges
+from . import bounds, derivative, ranges
 from .form import Form, Node
 from .interval import Evaluator, PrintedSpans
 from .language import FLOATS
 from .printer import C_TYPES, Printer
 from .problem import Problem
+
+Access = Mapping[int, int]  # of captured tensors, see bounds.access
 
 _LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads"}
 
@@ -85,10 +88,11 @@ def make(form: Form, problem: Problem) -> Hooks:
             return lines
 
         capture_lines = stages.function(wanted, finish)
+    access = {slot: count for slot, count in bounds.access(form).items() if count == 0} | bounds.tables(form, problem)
     return Hooks(
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
-        _range(form, "k"), _range(form, "q"), _tile_class(form), _jump(form, "k", "first_from"), _jump(form, "k", "end_before"),
-        _jump(form, "q", "first_from"),
+        _range(form, access, "k"), _range(form, access, "q"), _tile_class(form, access), _jump(form, access, "k", "first_from"),
+        _jump(form, access, "k", "end_before"), _jump(form, access, "q", "first_from"),
     )  # fmt: skip
 
 
@@ -178,18 +182,18 @@ _TILE = {
 }  # fmt: skip
 
 
-def _axis(axis: str) -> tuple[str, PrintedSpans]:
+def _axis(axis: str, access: Access) -> tuple[str, PrintedSpans]:
     """The length of an axis, and spans over all of it."""
     length = "u.lens.kv_len" if axis == "k" else "u.lens.q_len"
-    return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"})
+    return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"}, access)
 
 
-def _jump(form: Form, axis: str, function: str) -> list[str]:
+def _jump(form: Form, access: Access, axis: str, function: str) -> list[str]:
     """Body of kv_from, kv_before or q_from: over the holes between the ranges of a tile. Empty where there is but one range."""
     parts = ranges.several(ranges.axis_bounds(form, axis))
     if len(parts) == 1:
         return []
-    length, spans = _axis(axis)
+    length, spans = _axis(axis, access)
     evaluator, pick = Evaluator(form, spans), "int_min" if function == "first_from" else "int_max"
     found = [f"fg::{function}(fg::range_within({ranges.axis_span(p, evaluator, spans)}, {length}), {'begin' if function == 'first_from' else 'end'})" for p in parts]
     result = found[0]
@@ -198,18 +202,18 @@ def _jump(form: Form, axis: str, function: str) -> list[str]:
     return [*spans.lines, f"return {result};"]
 
 
-def _range(form: Form, axis: str) -> list[str]:
+def _range(form: Form, access: Access, axis: str) -> list[str]:
     """Body of kv_range (axis k) or q_range (axis q)."""
-    bounds, (length, spans) = ranges.axis_bounds(form, axis), _axis(axis)
-    if bounds == ranges.UNBOUNDED:
+    limits, (length, spans) = ranges.axis_bounds(form, axis), _axis(axis, access)
+    if limits == ranges.UNBOUNDED:
         return [f"return fg::Range{{0, {length}}};"]
-    total = ranges.axis_span(bounds, Evaluator(form, spans), spans)
+    total = ranges.axis_span(limits, Evaluator(form, spans), spans)
     return [*spans.lines, f"return fg::range_within({total}, {length});"]
 
 
-def _tile_class(form: Form) -> list[str]:
+def _tile_class(form: Form, access: Access) -> list[str]:
     if form.mask < 0:
         return []
-    spans = PrintedSpans(_TILE)
+    spans = PrintedSpans(_TILE, access)
     truth = Evaluator(form, spans).span(form.mask)
     return [*spans.lines, f"return {truth}.must ? fg::FULL : {truth}.may ? fg::PARTIAL : fg::EMPTY;"]

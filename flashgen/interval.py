@@ -7,7 +7,7 @@ The C functions are those of ``fg/interval.h``; ``NumberSpans`` is their twin, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -231,8 +231,9 @@ class NumberSpans:
 class PrintedSpans:
     """The backend that prints C: every call becomes a named constant; ``names`` maps leaves to C spans."""
 
-    def __init__(self, names: dict[str, str]):
-        self.names, self.lines, self._seen = names, [], {}  # type: ignore[var-annotated]
+    def __init__(self, names: dict[str, str], access: Mapping[int, int] | None = None):
+        """access: how captured tensors are read, see ``bounds``; those without an entry are scanned by all lanes of a warp together."""
+        self.names, self.access, self.lines, self._seen = names, access or {}, [], {}  # type: ignore[var-annotated]
 
     def _keep(self, expression: str) -> str:
         if expression not in self._seen:
@@ -258,7 +259,16 @@ class PrintedSpans:
 
     def load(self, slot: int, kind: str, indices: Sequence[str]) -> str:
         axes = [f"fg::Axis{{{i}, p.capture_{slot}_size_{d}, p.capture_{slot}_stride_{d}}}" for d, i in enumerate(indices)]
-        return self._keep(f"fg::span_load({', '.join([f'p.capture_{slot}', *axes])})") if len(axes) <= 4 else "fg::span_unknown()"
+        if len(axes) > 4:
+            return "fg::span_unknown()"
+        match self.access.get(slot):
+            case None:
+                function, tensors = "span_load", [f"p.capture_{slot}"]
+            case 0:
+                function, tensors = "span_scan", [f"p.capture_{slot}"]
+            case blocked:
+                function, tensors = f"span_table<{blocked}>", [f"p.{name}_{slot}" for name in ("capture", "least", "most")]
+        return self._keep(f"fg::{function}({', '.join([*tensors, *axes])})")
 
     def call(self, function: str, *args: Any) -> str:
         return self._keep(f"fg::{function}({', '.join(args)})")

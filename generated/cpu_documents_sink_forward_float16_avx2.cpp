@@ -38,6 +38,8 @@ struct Params {
   real* lse;
   const real* sink;
   const int* capture_0;
+  const int* least_0;
+  const int* most_0;
   long long q_stride_b;
   long long q_stride_h;
   long long q_stride_l;
@@ -120,8 +122,8 @@ FG_FN int tile_class(const Params& p, const Uniform& u, int q_first, int q_last,
   const auto r0 = fg::span_sub(fg::Span{u.lens.kv_len, u.lens.kv_len}, fg::Span{u.lens.q_len, u.lens.q_len});
   const auto r1 = fg::span_add(fg::Span{q_first, q_last}, r0);
   const auto r2 = fg::truth_le(fg::Span{k_first, k_last}, r1);
-  const auto r3 = fg::span_load(p.capture_0, fg::Axis{fg::Span{u.b, u.b}, p.capture_0_size_0, p.capture_0_stride_0}, fg::Axis{fg::Span{q_first, q_last}, p.capture_0_size_1, p.capture_0_stride_1});
-  const auto r4 = fg::span_load(p.capture_0, fg::Axis{fg::Span{u.b, u.b}, p.capture_0_size_0, p.capture_0_stride_0}, fg::Axis{fg::Span{k_first, k_last}, p.capture_0_size_1, p.capture_0_stride_1});
+  const auto r3 = fg::span_table<1>(p.capture_0, p.least_0, p.most_0, fg::Axis{fg::Span{u.b, u.b}, p.capture_0_size_0, p.capture_0_stride_0}, fg::Axis{fg::Span{q_first, q_last}, p.capture_0_size_1, p.capture_0_stride_1});
+  const auto r4 = fg::span_table<1>(p.capture_0, p.least_0, p.most_0, fg::Axis{fg::Span{u.b, u.b}, p.capture_0_size_0, p.capture_0_stride_0}, fg::Axis{fg::Span{k_first, k_last}, p.capture_0_size_1, p.capture_0_stride_1});
   const auto r5 = fg::truth_eq(r3, r4);
   const auto r6 = fg::truth_and(r2, r5);
   return r6.must ? fg::FULL : r6.may ? fg::PARTIAL : fg::EMPTY;

@@ -19,11 +19,11 @@ PACKAGE = ROOT / "flashgen"
 LAYERS = (
     {"errors", "settings", "target", "capture", "expression", "operations", "functions", "language"},
     {"source", "form", "packing", "variant", "catalogue", "problem", "checks"},
-    {"analysis", "interval", "derivative", "ranges", "families", "plan"},
+    {"analysis", "bounds", "interval", "derivative", "ranges", "families", "plan"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "pipeline"},
     {"launch", "tensor_map", "tune"},
-    {"reference", "repeat", "calls", "ops", "kernel", "explain", "plot", "dynamo", "closures", "block_mask", "flex", "bench"}
+    {"reference", "repeat", "tables", "calls", "ops", "kernel", "explain", "plot", "dynamo", "closures", "block_mask", "flex", "bench"}
     | {"generated", "__init__", "__main__"},
 )
 LONG_LINES = 300  # a file above this is warned about: it probably does two jobs

@@ -137,6 +137,67 @@ template <class C> FG_FN Span span_load(const C* data, Axis w, Axis x, Axis y, A
   const Span bw = axis_box(w);
   return bw.lo == bw.hi ? span_load(data + bw.lo * w.stride, x, y, z) : span_unknown();
 }
+
+// The same by each lane for itself, for boxes of few entries.
+template <class C> FG_FN Span span_scan(const C* data) { return span_near(Span{(long long)*data, (long long)*data}); }
+template <class C, class... More> FG_FN Span span_scan(const C* data, Axis first, More... more) {
+  const Span box = axis_box(first);
+  if (box.hi - box.lo >= SCAN_LIMIT) return span_unknown();
+  Span total{FAR, -FAR};
+#if !FG_HOST
+#pragma unroll 1
+#endif
+  for (long long i = box.lo; i <= box.hi; ++i) total = span_hull(total, span_scan(data + i * first.stride, more...));
+  return total;
+}
+
+// The same with a table of the least and largest entries per TABLE_BLOCK neighbours along each of the last BLOCKED dimensions (flashgen/tables.py). Along one dimension
+// the result is exact: entries beside whole blocks are read one by one. Over two it may be that of the blocks that cover a large box.
+constexpr int TABLE_BLOCK = 32;
+FG_FN int blocks(int size) { return (size + TABLE_BLOCK - 1) / TABLE_BLOCK; }
+template <class C> FG_FN Span span_blocked(const C* data, const C* least, const C* most, Axis x) {
+  const int first = clamp_index(x.index.lo, x.size), last = clamp_index(x.index.hi, x.size);
+  if (last - first >= SCAN_LIMIT) return span_unknown();
+  C low = data[first * x.stride], high = low;
+  int i = first;
+#if !FG_HOST
+#pragma unroll 1
+#endif
+  while (i <= last) {
+    if (i % TABLE_BLOCK == 0 && (i + TABLE_BLOCK - 1 <= last || last + 1 == x.size)) {
+      low = int_min(low, least[i / TABLE_BLOCK]);
+      high = int_max(high, most[i / TABLE_BLOCK]);
+      i += TABLE_BLOCK;
+    } else {
+      low = int_min(low, data[i * x.stride]);
+      high = int_max(high, data[i * x.stride]);
+      ++i;
+    }
+  }
+  return span_near(Span{(long long)low, (long long)high});
+}
+template <class C> FG_FN Span span_blocked(const C* data, const C* least, const C* most, Axis x, Axis y) {
+  const Span bx = axis_box(x), by = axis_box(y);
+  if ((bx.hi - bx.lo + 1) * (by.hi - by.lo + 1) <= TABLE_BLOCK) return span_scan(data, x, y);
+  const long long rows = bx.hi / TABLE_BLOCK - bx.lo / TABLE_BLOCK + 1, columns = by.hi / TABLE_BLOCK - by.lo / TABLE_BLOCK + 1;
+  if (rows * columns * TABLE_BLOCK > SCAN_LIMIT) return span_unknown();
+  const Axis across{Span{by.lo / TABLE_BLOCK, by.hi / TABLE_BLOCK}, blocks(y.size), 1}, down{Span{bx.lo / TABLE_BLOCK, bx.hi / TABLE_BLOCK}, blocks(x.size), blocks(y.size)};
+  return Span{span_scan(least, down, across).lo, span_scan(most, down, across).hi};
+}
+template <int BLOCKED> FG_FN long long table_size() { return 1; }
+template <int BLOCKED, class... More> FG_FN long long table_size(Axis a, More... more) {
+  return ((int)sizeof...(More) < BLOCKED ? blocks(a.size) : a.size) * table_size<BLOCKED>(more...);
+}
+template <int BLOCKED, class C, class... More> FG_FN Span span_table(const C* data, const C* least, const C* most, Axis first, More... more) {
+  if constexpr ((int)sizeof...(More) < BLOCKED) {
+    return span_blocked(data, least, most, first, more...);
+  } else {
+    const Span box = axis_box(first);
+    if (box.lo != box.hi) return span_unknown();
+    const long long step = box.lo * table_size<BLOCKED>(more...);
+    return span_table<BLOCKED>(data + box.lo * first.stride, least + step, most + step, more...);
+  }
+}
 FG_FN Truth truth_of(Span a) { return Truth{(a.lo > 0 || a.hi < 0) && !far(a), !(a.lo == 0 && a.hi == 0)}; }
 
 }  // namespace fg
