@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import derivative, ranges
+from . import bounds, derivative, ranges
 from .form import Form
+from .language import FLOATS
 
 MAX_PROSE = 6  # operations nested in one term of a sentence
 _INFIX = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "and", "or": "or"}
@@ -30,6 +31,9 @@ class Facts:
     data_dependent: bool  # the mask reads captured tensors
     loads_per_pair: int  # captured loads that no stage can hoist
     kv_text: str  # kv_bounds in prose
+    ranges: int  # into which the keys of a tile of rows may fall apart, 1 for one without holes
+    listed: tuple[int, ...]  # capture slots that say which blocks are visible
+    bounded: tuple[int, ...]  # capture slots whose bounds over a tile decide its class
 
     @property
     def sentences(self) -> list[str]:
@@ -40,10 +44,20 @@ class Facts:
             open_ = "No closed form for the keys of a row: every tile is classified by interval evaluation."
             how = " with the bounds of captured tensors over the tile" if self.data_dependent else ""
             text = [f"Keys of a row: {self.kv_text}." if self.kv_bounded else open_, f"Tiles are empty, full or partial by interval evaluation{how}."]
+            if self.ranges > 1 or self.data_dependent:
+                text.append(f"What is not visible is skipped by {', '.join(self.ways)}.")
         if self.has_score:
             shape = "a * s + c" if self.score_affine else "a general function of s"
             text.append(f"Score: {shape}, {self.score_ops} operations per pair, {self.loads_per_pair} of them loads.")
         return text
+
+    @property
+    def ways(self) -> list[str]:
+        """How tiles without a visible key are passed over."""
+        names = lambda slots: " and ".join(f"capture_{n}" for n in slots)  # noqa: E731
+        found = [f"closed-form bounds in up to {self.ranges} ranges" if self.ranges > 1 else "closed-form bounds"] if ranges.limited(self.kv_bounds) else []
+        found += [f"the explicit blocks of {names(self.listed)}"] if self.listed else []
+        return found + ([f"classes of tiles from bounds of {names(self.bounded)}"] if self.bounded else [] if found else ["classes of tiles"])
 
 
 def analyze(form: Form) -> Facts:
@@ -53,11 +67,25 @@ def analyze(form: Form) -> Facts:
         form.nodes[i] for i in form.reachable(root) if form.nodes[i].op not in ("s", "q", "k") and ("s" in form.depends[i] or {"q", "k"} <= form.depends[i])
     ]
     score, mask = inner(form.score), inner(form.mask)
+    parts = ranges.several(kv)
+    listed = {form.nodes[x.node].data for p in parts for x in ranges.lists(p) if _blocks_known(form, x)}
+    loads = {
+        form.nodes[i].data
+        for i in form.reachable(form.mask)
+        if form.nodes[i].op == "load" and form.nodes[i].type not in FLOATS and form.depends[i] & bounds.AXES
+    }
     return Facts(
         has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_bounded=kv != ranges.UNBOUNDED, score_affine=_affine(form),
         score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
-        loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form),
+        loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
+        listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
     )  # fmt: skip
+
+
+def _blocks_known(form: Form, x: ranges.Listed) -> bool:
+    """Whether explicit blocks are stepped along: those of block_sparse as they lie, single entries through a table of their bounds."""
+    blocked = bounds.access(form).get(form.nodes[x.node].data)
+    return blocked == 0 or (blocked is not None and x.size == 1)
 
 
 def _affine(form: Form) -> bool:
@@ -79,6 +107,8 @@ def describe(bounds: Any, axis: str, form: Form) -> str:
             return f"{axis} {'<=' if upper else '>='} {inside}"
         case ranges.Gate(node, wanted):
             return f"any {axis} where {'' if wanted else 'not '}{_term(form, node)}"
+        case ranges.Listed(node):
+            return f"{axis} in a block of {_term(form, node)}"
         case ranges.All(parts):
             return " and ".join(describe(p, axis, form) for p in parts) or f"any {axis}"
         case ranges.Any_(parts):

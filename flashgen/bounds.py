@@ -7,7 +7,7 @@ neighbours, made on the device before the pass, so that a tile reads a few entri
 from __future__ import annotations
 
 from .form import Form
-from .language import INT, LONG, BOOL
+from .language import BOOL, INT, LONG
 from .problem import Problem
 
 BLOCK = 32  # neighbours of one entry of a table along each of its axes; TABLE_BLOCK of fg/interval.h

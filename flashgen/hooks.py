@@ -91,8 +91,8 @@ def make(form: Form, problem: Problem) -> Hooks:
     access = {slot: count for slot, count in bounds.access(form).items() if count == 0} | bounds.tables(form, problem)
     return Hooks(
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
-        _range(form, access, "k"), _range(form, access, "q"), _tile_class(form, access), _jump(form, access, "k", "first_from"),
-        _jump(form, access, "k", "end_before"), _jump(form, access, "q", "first_from"),
+        _range(form, access, "k"), _range(form, access, "q"), _tile_class(form, access), _jump(form, access, "k", "from"), _jump(form, access, "k", "before"),
+        _jump(form, access, "q", "from"),
     )  # fmt: skip
 
 
@@ -188,18 +188,49 @@ def _axis(axis: str, access: Access) -> tuple[str, PrintedSpans]:
     return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"}, access)
 
 
-def _jump(form: Form, access: Access, axis: str, function: str) -> list[str]:
-    """Body of kv_from, kv_before or q_from: over the holes between the ranges of a tile. Empty where there is but one range."""
+def _jump(form: Form, access: Access, axis: str, way: str) -> list[str]:
+    """Body of kv_from, kv_before or q_from: over the holes between the ranges and the explicit blocks of a tile. Empty where there are neither.
+
+    way: "from" (to the first index that is not below one) or "before" (to the end of the last one below).
+    """
     parts = ranges.several(ranges.axis_bounds(form, axis))
-    if len(parts) == 1:
-        return []
     length, spans = _axis(axis, access)
-    evaluator, pick = Evaluator(form, spans), "int_min" if function == "first_from" else "int_max"
-    found = [f"fg::{function}(fg::range_within({ranges.axis_span(p, evaluator, spans)}, {length}), {'begin' if function == 'first_from' else 'end'})" for p in parts]
-    result = found[0]
-    for other in found[1:]:
-        result = f"fg::{pick}({result}, {other})"
+    evaluator, found = Evaluator(form, spans), []
+    within, at = {"from": ("first_from", "begin"), "before": ("end_before", "end")}[way]
+    for part in parts:
+        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, access, x, evaluator))]
+        limits = f"fg::range_within({ranges.axis_span(part, evaluator, spans)}, {length})"
+        place = f"fg::{within}({limits}, {at})"
+        for text in blocks:  # a step within the blocks may leave the range again
+            place = f"fg::{within}({limits}, fg::blocks_{way}({text}, {place}))"
+        found.append((place, bool(blocks)))
+    if len(found) == 1 and not found[0][1]:
+        return []
+    result = found[0][0]
+    for other, _ in found[1:]:
+        result = f"fg::{'int_min' if way == 'from' else 'int_max'}({result}, {other})"
     return [*spans.lines, f"return {result};"]
+
+
+def _blocks(form: Form, access: Access, x: ranges.Listed, evaluator: Evaluator) -> str:
+    """The arguments that say where explicit blocks lie: entries, the lines of blocks that the tile meets, the entries of a line, the size of a block."""
+    node = form.nodes[x.node]
+    slot, count, blocked = node.data, len(node.args), access.get(node.data)
+    if blocked is None or (blocked > 0 and x.size > 1):
+        return ""  # the classes of tiles say it
+    axes, step = {}, "1"
+    for d in reversed(range(count)):
+        size, index = f"p.capture_{slot}_size_{d}", evaluator.as_integer(node.args[d])
+        if d >= count - blocked:  # an entry of the table of largest entries: not 0 if one of its block is not
+            size, index = f"fg::blocks({size})", f"fg::span_floordiv({index}, fg::Span{{fg::TABLE_BLOCK, fg::TABLE_BLOCK}})"
+        axes[d] = f"fg::Axis{{{index}, {size}, {step if blocked else f'p.capture_{slot}_stride_{d}'}}}"
+        step = f"(long long){size}" if step == "1" else f"{step} * {size}"
+    entries = f"p.{'most' if blocked else 'capture'}_{slot}"
+    for d in range(count):
+        if d not in (x.place, x.line):
+            entries = f"fg::entry({entries}, {axes[d]})"
+    line = axes[x.line] if x.line >= 0 else "fg::Axis{fg::Span{0, 0}, 1, 0}"
+    return f"{entries}, {line}, {axes[x.place]}, {'fg::TABLE_BLOCK' if blocked else x.size}"
 
 
 def _range(form: Form, access: Access, axis: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .form import Form
 from .interval import Evaluator, Spans, may_wrap
-from .language import FLOATS, INT, LONG
+from .language import BOOL, FLOATS, INT, LONG
 
 MAX_TERMS = 64  # of one sum, and
 MAX_RANGES = 4  # of one row of tiles; what would take more is walked as its hull, tile by tile
@@ -37,6 +37,17 @@ class Gate:
 
     node: int
     wanted: bool
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Explicit blocks: the axis lies in a block of ``size`` whose entry of a captured tensor is not 0. ``node`` is the load, ``place`` the axis' dimension in
+    it and ``line`` that of the other axis, -1 if the tensor has none; size 1 means entries of their own."""
+
+    node: int
+    place: int
+    line: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,8 @@ class _Extractor:
             case _ if self.axis not in self.form.depends[i]:
                 return Gate(i, positive)
             case "le" | "lt" | "ge" | "gt" | "eq" | "ne":
+                if node.op in ("eq", "ne") and (listed := self._not_zero(node, positive)) != UNBOUNDED:
+                    return listed
                 if any(self.form.nodes[a].type not in (INT, LONG) for a in node.args):
                     return UNBOUNDED
                 op: str = node.op
@@ -84,7 +97,41 @@ class _Extractor:
                 self.steps = 0
                 guards = tuple(sorted(self.wraps & self.form.reachable(i))) if self.wraps else ()
                 return _guarded(self.compare(op, self.affine(node.args[0]), self.affine(node.args[1])), guards)
+            case "load" if positive and node.type == BOOL:
+                return self.listed(i)
+            case "cast" if node.type == BOOL:
+                return self.bounds(node.args[0], positive)
         return UNBOUNDED
+
+    def listed(self, i: int) -> Any:
+        """A load as explicit blocks: its last dimensions indexed by q // size and k // size, nothing before them by either."""
+        node, axes = self.form.nodes[i], frozenset("qk")
+        if node.op != "load" or node.type not in (BOOL, INT, LONG):
+            return UNBOUNDED
+        places = [n for n, a in enumerate(node.args) if self.axis in self.form.depends[a]]
+        lines = [n for n, a in enumerate(node.args) if axes & self.form.depends[a] and n not in places]
+        if len(places) != 1 or len(lines) > 1:
+            return UNBOUNDED
+        index = self.form.nodes[node.args[places[0]]]
+        while index.op == "cast":
+            index = self.form.nodes[index.args[0]]
+        size = 1
+        if index.op == "floordiv" and self.form.nodes[index.args[1]].op == "const":
+            size, index = self.form.nodes[index.args[1]].data, self.form.nodes[index.args[0]]
+        return Listed(i, places[0], lines[0] if lines else -1, size) if index.op == self.axis and size > 0 else UNBOUNDED
+
+    def _not_zero(self, node: Any, positive: bool) -> Any:
+        """``entry == c`` with a constant c > 0, or ``entry != 0`` of entries that are never negative: the entry, or the largest of several, is not 0."""
+        entry, other = node.args if self.form.nodes[node.args[1]].op == "const" else reversed(node.args)
+        constant = self.form.nodes[other]
+        equal = (node.op == "eq") == positive
+        if constant.op != "const" or constant.type in FLOATS or (constant.data <= 0 if equal else constant.data != 0):
+            return UNBOUNDED
+        while self.form.nodes[entry].op == "cast" and self.form.nodes[entry].type in (INT, LONG):
+            entry = self.form.nodes[entry].args[0]
+        load = self.form.nodes[entry]
+        unsigned = load.op == "load" and self.form.captures[load.data].dtype in ("bool", "uint8")
+        return self.listed(entry) if equal or unsigned else UNBOUNDED
 
     def _operands(self, i: int) -> list[int]:
         """The operands of nested nodes of one operation, left to right: a long chain of | is one union."""
@@ -219,7 +266,7 @@ class _Extractor:
 def _guarded(bounds: Any, guards: tuple[int, ...]) -> Any:
     if isinstance(bounds, Limit):
         return replace(bounds, guards=guards)
-    if isinstance(bounds, Gate):
+    if isinstance(bounds, (Gate, Listed)):
         return bounds
     return type(bounds)(tuple(_guarded(p, guards) for p in bounds.parts))
 
@@ -243,6 +290,21 @@ def several(bounds: Any) -> tuple[Any, ...]:
     return tuple(found) if len(bounded) > 1 else (bounds,)
 
 
+def limited(bounds: Any) -> bool:
+    """Whether the bounds hold any but explicit blocks."""
+    return any(limited(p) for p in bounds.parts) if isinstance(bounds, (All, Any_)) else not isinstance(bounds, Listed)
+
+
+def lists(part: Any) -> tuple[Listed, ...]:
+    """The explicit blocks that a part of ``several`` lies in."""
+    match part:
+        case Listed():
+            return (part,)
+        case All(parts):
+            return tuple(x for p in parts for x in lists(p))
+    return ()
+
+
 def _sides(bounds: Any) -> set[bool]:
     """Of which limits (upper: True) a part is made."""
     match bounds:
@@ -250,6 +312,8 @@ def _sides(bounds: Any) -> set[bool]:
             return {upper}
         case Gate():
             return set()
+        case Listed():
+            return {True, False}
     return set().union(*(_sides(p) for p in bounds.parts))
 
 
@@ -288,6 +352,8 @@ def axis_span(bounds: Any, evaluator: Evaluator, spans: Spans) -> Any:
             for node in guards:
                 total = spans.call("span_guard", total, evaluator.as_integer(node))
             return total
+        case Listed():
+            return spans.call("span_unknown")
         case Gate(node, wanted):
             truth = evaluator.span(node)
             return spans.call("span_if", truth if wanted else spans.call("truth_not", truth))

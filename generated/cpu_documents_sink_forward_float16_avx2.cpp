@@ -1,6 +1,7 @@
 // Attention forward written by flashgen: cpu, float16, head dims 128/128, family cpu, sink.
 // Keys of a row: k <= q + kv_len - q_len.
 // Tiles are empty, full or partial by interval evaluation with the bounds of captured tensors over the tile.
+// What is not visible is skipped by closed-form bounds, classes of tiles from bounds of capture_0.
 
 // Flash attention forward on a CPU: one task per (batch item, head, tile of BLOCK_Q query rows), keys in tiles of BLOCK_KV.
 //

@@ -198,6 +198,30 @@ template <int BLOCKED, class C, class... More> FG_FN Span span_table(const C* da
     return span_table<BLOCKED>(data + box.lo * first.stride, least + step, most + step, more...);
   }
 }
+
+// Explicit blocks along an axis: those whose entry in one of `lines` is not 0. In words of indices: the first >= begin, one past the last < end that lie in one.
+template <class C> FG_FN const C* entry(const C* data, Axis a) { return data + axis_box(a).lo * a.stride; }
+template <class C> FG_FN bool block_listed(const C* data, Axis lines, Axis along, int i) {
+  const Span box = axis_box(lines);
+  for (long long line = box.lo; line <= box.hi; ++line) {
+    if (data[line * lines.stride + i * along.stride]) return true;
+  }
+  return false;
+}
+template <class C> FG_FN int blocks_from(const C* data, Axis lines, Axis along, int size, int begin) {
+  if (begin == NOWHERE) return NOWHERE;
+  for (int i = clamp_index(begin / size, along.size); i < along.size; ++i) {
+    if (block_listed(data, lines, along, i)) return int_max(begin, i * size);
+  }
+  return NOWHERE;
+}
+template <class C> FG_FN int blocks_before(const C* data, Axis lines, Axis along, int size, int end) {
+  if (end <= 0) return 0;
+  for (int i = clamp_index((end - 1) / size, along.size); i >= 0; --i) {
+    if (block_listed(data, lines, along, i)) return i == along.size - 1 ? end : int_min(end, (i + 1) * size);
+  }
+  return 0;
+}
 FG_FN Truth truth_of(Span a) { return Truth{(a.lo > 0 || a.hi < 0) && !far(a), !(a.lo == 0 && a.hi == 0)}; }
 
 }  // namespace fg
