@@ -234,13 +234,11 @@ _access = lru_cache(maxsize=4096)(bounds.access)
 def _tables(form: Form, c: Call, addresses: dict[str, int]) -> list[Tensor]:
     """The tables that this call's tiles are classified by, entered into the addresses; to be held until the launch is queued."""
     held: list[Tensor] = []
-    if _size_class(c) == "long":
-        for slot, blocked in _access(form).items():
-            if not blocked:
-                continue
-            least, most = block_bounds(c.captures[slot], blocked)
-            addresses[f"least_{slot}"], addresses[f"most_{slot}"] = least.data_ptr(), most.data_ptr()
-            held += [least, most]
+    tabled = [(slot, blocked) for slot, blocked in _access(form).items() if blocked] if _size_class(c) == "long" else []
+    for slot, blocked in tabled:
+        least, most = block_bounds(c.captures[slot], blocked)
+        addresses[f"least_{slot}"], addresses[f"most_{slot}"] = least.data_ptr(), most.data_ptr()
+        held += [least, most]
     return held
 
 

@@ -139,6 +139,17 @@ def test_values_and_gradients(dtype, tolerance, deterministic, device):
         assert float((x.detach().cpu().double() - y.detach()).abs().max() / y.detach().abs().max()) < tolerance, name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_few_rows_and_splits_over_keys(q_len, splits, device):
+    """Grouped heads of a decoding step are rows of a kv head elsewhere: dropout counts query heads."""
+    q, k, v = (t.detach() for t in tensors(2, 6, 2, q_len, 300, 32, torch.float32, device))
+    out = fg.compile(fg.Variant(), plan=splits and {"kv_splits": splits})(q, k, v, dropout_p=0.4, seed=SEED)
+    want, _ = attended(*(t.cpu().double() for t in (q, k, v)), kept(0.4, SEED, 2, 6, q_len, 300), 0.4)
+    torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=2e-6)
+
+
 def test_gradcheck():
     table = torch.randn(7, dtype=torch.float64, requires_grad=True)
     kernel = fg.compile(fg.Variant(mask=fg.causal, score=fg.relative_bias(table)))

@@ -45,11 +45,13 @@ HOLES = {
 }  # fmt: skip
 # masks whose holes are found by the classes of tiles or along explicit blocks
 OTHERS = {
-    "causal": fg.causal, "window": fg.causal & fg.sliding_window(31, 0), "prefix": fg.prefix_lm(50), "chunked": fg.chunked(32), "chunked causal": fg.chunked(50) & fg.causal,
+    "causal": fg.causal, "window": fg.causal & fg.sliding_window(31, 0), "prefix": fg.prefix_lm(50), "chunked": fg.chunked(32),
+    "chunked causal": fg.chunked(50) & fg.causal,
     "dilated": fg.dilated(4), "widely dilated": fg.dilated(60) & fg.causal, "dilated window": fg.dilated(4) & fg.causal & fg.sliding_window(60, 0),
     "document": fg.document(IDS), "causal document": fg.document(IDS) & fg.causal, "starts": lambda b, h, q, k: (k >= STARTS[IDS[q]]) & (k <= q),
     "global": fg.sliding_window(9, 9) | fg.global_tokens(FLAGS), "butterfly": fg.block_sparse(fg.butterfly(12), 16),
-    "local and global": fg.causal & fg.block_sparse(fg.local_global(12), 16), "blocks of 24": fg.block_sparse(fg.butterfly(8), 24), "dense": fg.from_dense(DENSE),
+    "local and global": fg.causal & fg.block_sparse(fg.local_global(12), 16), "blocks of 24": fg.block_sparse(fg.butterfly(8), 24),
+    "dense": fg.from_dense(DENSE),
     "neighborhood": fg.neighborhood((12, 16), (3, 5)), "padding": fg.padding(torch.tensor([77], dtype=torch.int32)) & fg.causal,
 }  # fmt: skip
 MASKS = {name: mask for name, (mask, *_) in HOLES.items()} | OTHERS
@@ -117,8 +119,10 @@ def test_ranges_open_on_one_side_are_one():
 
 WAYS = {
     "sink and window": ["closed-form bounds in up to 2 ranges"], "document": ["classes of tiles from bounds of capture_0"],
-    "causal document": ["closed-form bounds", "classes of tiles from bounds of capture_0"], "butterfly": ["the explicit blocks of capture_0"],
-    "local and global": ["closed-form bounds", "the explicit blocks of capture_0"], "dense": ["the explicit blocks of capture_0"], "dilated": ["classes of tiles"],
+    "causal document": ["closed-form bounds", "classes of tiles from bounds of capture_0"],
+    "butterfly": ["the explicit blocks of capture_0"],
+    "local and global": ["closed-form bounds", "the explicit blocks of capture_0"], "dense": ["the explicit blocks of capture_0"],
+    "dilated": ["classes of tiles"],
     "global": ["closed-form bounds in up to 3 ranges", "the explicit blocks of capture_0"],
 }  # fmt: skip
 
@@ -264,8 +268,10 @@ def long_masks(length):
     flags[[0, 500]] = True
     packed = torch.stack([ids[:length], ids[:length].flip(0)]).to(torch.int64)
     return {
-        "document": fg.document(ids) & fg.causal, "documents per item": fg.document(packed[:1]), "dense": fg.from_dense(dense), "global": fg.sliding_window(40, 40) | fg.global_tokens(flags),
-        "small blocks": fg.block_sparse(torch.rand(-(-length // 7), -(-length // 7)) < 0.05, 7), "shifted": lambda b, h, q, k: ids[q + 1] == ids[(k - 2).clamp(0, length)],
+        "document": fg.document(ids) & fg.causal, "documents per item": fg.document(packed[:1]), "dense": fg.from_dense(dense),
+        "global": fg.sliding_window(40, 40) | fg.global_tokens(flags),
+        "small blocks": fg.block_sparse(torch.rand(-(-length // 7), -(-length // 7)) < 0.05, 7),
+        "shifted": lambda b, h, q, k: ids[q + 1] == ids[(k - 2).clamp(0, length)],
         "int8": fg.mask(lambda b, h, q, k: packed[0, k].to(torch.int8) == 3), "listed": fg.block_sparse(fg.butterfly(-(-length // 64)), 64) & fg.causal,
     }  # fmt: skip
 
