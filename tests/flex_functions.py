@@ -36,6 +36,9 @@ T = {name: table(*shape) for name, shape in {
     "bhwq": (B, H, 2, N), "rh": (B, H, N, 6), "rw": (B, H, N, 8), "cpb": (49, H), "kr": (B, 1, N, 8), "qr": (B, H, N, 8), "sp": (H, 6), "n": (3, H, 6),
     "bh": (B, H),
 }.items()}  # fmt: skip
+LEFT, RIGHT, SHARE = T["rel"][:N], T["rel"][N:], 0.37  # two views of one tensor, and a number
+ITEM_IDS, DENSE_4D = torch.stack([IDS, IDS.flip(0)]), torch.rand(B, 1, N, N, generator=G) < 0.6
+CHOSEN, IMAGES = torch.rand(B, H, N // 8, N // 8, generator=G) < 0.4, torch.tensor([[0, 1], [1, 3], [2, 6], [0, 0], [5, 6], [3, 4]], dtype=torch.int32)
 EDGES, PLACES = integers(0, 6, B, N, N, 3), integers(0, 49, N, N)
 
 
@@ -55,6 +58,30 @@ def inner(s, b, h, q, k):
 
 def offset(s, b, h, q, k, by):
     return s + by * k
+
+
+class Doubled(torch.autograd.Function):
+    """An operation with a derivative of its own, as a function of the score may call it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def many_buffers(s, b, h, q, k):
+    for n in range(6):
+        s = s + T["sp"][h, n] + T["rh"][b, h, q, n] * 0.1
+    return s + T["k"][k] + T["q"][q] + T["bq"][b, k]
 
 
 def graph_edges(s, b, h, q, k):
@@ -110,6 +137,20 @@ SCORES = {
     "graph distance": lambda s, b, h, q, k: s + T["sp"][h, DISTANCE[b, q, k]],
     "graph edges": graph_edges,
     "permuted": lambda s, b, h, q, k: s + T["q"][ORDER[q]],
+    "own derivative": lambda s, b, h, q, k: Doubled.apply(s),
+    "reciprocal": lambda s, b, h, q, k: 1 / s,
+    "window with an offset": lambda s, b, h, q, k: torch.where(q + SCALAR >= k, s, INF),
+    "captured number": lambda s, b, h, q, k: s * SHARE,
+    "log of an entry": lambda s, b, h, q, k: s + torch.log(SLOPES[0]),
+    "bias of items": lambda s, b, h, q, k: s + T["b"][b],
+    "bias of items and heads": lambda s, b, h, q, k: s + T["b"][b] * T["h"][h],
+    "many buffers": many_buffers,
+    "two views": lambda s, b, h, q, k: s + LEFT[q] - RIGHT[k],
+    "of keys alone": lambda s, b, h, q, k: s + T["k"][k],
+    "of rows alone": lambda s, b, h, q, k: s * T["q"][q],
+    "shifted table": lambda s, b, h, q, k: s + T["rel"][k - q + N - 1] / (8 * (h + 1)),
+    "causal or prefix": lambda s, b, h, q, k: torch.where((k < LENGTHS[b] // 4) | (q >= k), s, INF),
+    "neighbours by division": lambda s, b, h, q, k: torch.where(((q / 8 - k / 8).abs() <= 1) | (q % 8 == k % 8), s, INF),
 }  # fmt: skip
 
 
@@ -124,6 +165,48 @@ def natten(b, h, q, k, width=8, kernel=3):
 
 def prefix_tree(b, h, q, k):
     return (k < 16) | (DENSE[q, 0, k] & (k <= q)) | (q == k)
+
+
+def document_of(inner):
+    """attention-gym's wrapper: a mask of positions within each document."""
+
+    def mask(b, h, q, k):
+        return (IDS[q] == IDS[k]) & inner(b, h, q - STARTS[IDS[q]], k - STARTS[IDS[k]])
+
+    return mask
+
+
+def batchified(inner, n=3):
+    """attention-gym's: n sequences in one."""
+    return lambda b, h, q, k: (q // (N // n) == k // (N // n)) & inner(b, h, q % (N // n), k % (N // n))
+
+
+def morton(i):
+    """The two coordinates whose bits alternate in i."""
+    return (i & 1) | ((i >> 1) & 2) | ((i >> 2) & 4), ((i >> 1) & 1) | ((i >> 2) & 2) | ((i >> 3) & 4)
+
+
+def morton_neighborhood(b, h, q, k):
+    (qx, qy), (kx, ky) = morton(q), morton(k)
+    return ((qx - kx).abs() <= 1) & ((qy - ky).abs() <= 1)
+
+
+def sliding_tiles(b, h, q, k, canvas=(2, 4, 6), tile=(1, 2, 3), kernel=(1, 1, 1)):
+    """Sliding-tile attention over three axes: the window of tiles is clamped into the canvas."""
+    near = None
+    for axis in range(3):
+        inner = math.prod(canvas[axis + 1 :])
+        tiles = canvas[axis] // tile[axis]
+        q_tile, k_tile = (q // inner) % canvas[axis] // tile[axis], (k // inner) % canvas[axis] // tile[axis]
+        centre = q_tile.clamp(kernel[axis] // 2, tiles - 1 - kernel[axis] // 2)
+        close = (centre - k_tile).abs() <= kernel[axis] // 2
+        near = close if near is None else near & close
+    return near
+
+
+def cross_attention(b, h, q, k):
+    """Rows of text see the images of their interval; an image is 8 keys."""
+    return (k // 8 >= IMAGES[q // 8, 0]) & (k // 8 < IMAGES[q // 8, 1])
 
 
 def paged(b, h, q, k):
@@ -163,6 +246,19 @@ MASKS = {
     "tile": lambda b, h, q, k: (chunk(q) - chunk(k)).abs() <= 1,
     "text and video": lambda b, h, q, k: (k < 8) | (q < 8) | ((q - 8) // 10 == (k - 8) // 10) | ((q - 8) % 10 == (k - 8) % 10),
     "tree": prefix_tree,
+    "documents per item": lambda b, h, q, k: ITEM_IDS[b, q] == ITEM_IDS[b, k],
+    "documents but one": lambda b, h, q, k: (IDS[q] == IDS[k]) & (IDS[q] != 3),
+    "dense with one head": lambda b, h, q, k: DENSE_4D[b, 0, q, k],
+    "offset tensor": lambda b, h, q, k: k >= q + SCALAR,
+    "causal documents": document_of(lambda b, h, q, k: q >= k),
+    "shared prefix": lambda b, h, q, k: (k < 8) | ((IDS[q] == IDS[k]) & (q >= k)),
+    "batchified": batchified(lambda b, h, q, k: (q >= k) & (q - k < 5)),
+    "morton neighborhood": morton_neighborhood,
+    "sliding tiles": sliding_tiles,
+    "spatial": lambda b, h, q, k: (k < 8) | (q < 8) | (((q - 8) // 10 - (k - 8) // 10).abs() <= 1),
+    "temporal": lambda b, h, q, k: (k < 8) | (q < 8) | (((q - 8) % 10 - (k - 8) % 10).abs() <= 1),
+    "cross attention": cross_attention,
+    "chosen tiles": lambda b, h, q, k: CHOSEN[b, h, q // 8, k // 8] & (k < LENGTHS[b]),
     "paged": paged,
     "block diffusion": block_diffusion,
 }  # fmt: skip
