@@ -34,6 +34,7 @@ class Facts:
     ranges: int  # into which the keys of a tile of rows may fall apart, 1 for one without holes
     listed: tuple[int, ...]  # capture slots that say which blocks are visible
     bounded: tuple[int, ...]  # capture slots whose bounds over a tile decide its class
+    block: int  # size of the explicit blocks, 0 without any
 
     @property
     def sentences(self) -> list[str]:
@@ -68,7 +69,8 @@ def analyze(form: Form) -> Facts:
     ]
     score, mask = inner(form.score), inner(form.mask)
     parts = ranges.several(kv)
-    listed = {form.nodes[x.node].data for p in parts for x in ranges.lists(p) if _blocks_known(form, x)}
+    blocks = [x for p in parts for x in ranges.lists(p) if _blocks_known(form, x)]
+    listed = {form.nodes[x.node].data for x in blocks}
     loads = {
         form.nodes[i].data
         for i in form.reachable(form.mask)
@@ -79,6 +81,7 @@ def analyze(form: Form) -> Facts:
         score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
+        block=max((x.size for x in blocks if x.size > 1), default=0),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from . import families
@@ -62,6 +63,11 @@ class Candidate:
         return max(self.usage, key=lambda u: u[1] / u[2])
 
 
+def straddling(block: int, tile: int) -> float:
+    """How many explicit blocks a tile meets along an axis, over those that an aligned tile of its size would: what does not divide visits more than it must."""
+    return 1.0 if not block else (1 + (tile - gcd(tile, block)) / block) / max(1, tile / block)
+
+
 def candidates(facts: Facts, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> list[Candidate]:
     """Every lattice point, best first; those that do not fit come last, with the inequality that fails."""
     import sympy
@@ -91,7 +97,8 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
                 usage.append((c.name, used, c.limit, c.unit))
             if used > c.limit:
                 rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
-        found[chosen] = Candidate(chosen, float(cost.xreplace(values)), tuple(usage), tuple(rejected))
+        price = float(cost.xreplace(values)) * straddling(facts.block, point["block_q"]) * straddling(facts.block, point["block_kv"])
+        found[chosen] = Candidate(chosen, price, tuple(usage), tuple(rejected))
     return sorted(found.values(), key=lambda c: (bool(c.rejected), c.cost))
 
 

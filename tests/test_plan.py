@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 import flashgen as fg
 from flashgen import families
 from flashgen import target as targets
 from flashgen.analysis import analyze
-from flashgen.plan import candidates, plan, size_class
+from flashgen.plan import candidates, plan, size_class, straddling
 from flashgen.problem import Problem
 
 FORM = fg.Variant(mask=fg.causal, score=fg.softcap(20.0)).plain.form
@@ -60,3 +61,13 @@ def test_explain_names_what_binds_and_what_was_proved():
 
 def test_explain_says_when_a_chip_was_never_run():
     assert "compiles, never run" in fg.compile(fg.Variant(head_dim=64), target="sm100").explain()
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["sm80", "sm90a"])
+def test_tiles_divide_explicit_blocks(name, which):
+    blocks = fg.block_sparse(torch.ones(8, 8, dtype=torch.bool), 128)
+    facts, problem = analyze(fg.Variant(mask=blocks).plain.form), Problem("bfloat16", 128, 128, which=which)
+    chosen = plan(facts, problem, targets.parse(name), "sm80")
+    assert facts.block == 128 and 128 % chosen.block_q == 0 == 128 % chosen.block_kv
+    assert straddling(128, 48) == 1.25 and straddling(128, 64) == straddling(64, 128) == straddling(0, 48) == 1.0 and straddling(64, 96) > 1.3
