@@ -227,10 +227,11 @@ def _listed(block_mask: Any, table: Tensor) -> Callable[..., Any]:
     """The mask that keeps to the lists."""
     (block_q, block_k), mask_mod = block_mask.BLOCK_SIZE, block_mask.mask_mod
     one_b, one_h = table.shape[0] == 1, table.shape[1] == 1
+    present, full = table != ABSENT, table == FULL  # bools: explicit blocks, which kernels step along
 
     def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        said = table[0 if one_b else b, 0 if one_h else h, q_idx // block_q, kv_idx // block_k]
-        return (said == FULL) | ((said == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
+        place = (0 if one_b else b, 0 if one_h else h, q_idx // block_q, kv_idx // block_k)
+        return present[place] & (full[place] | mask_mod(b, h, q_idx, kv_idx))
 
     return visible
 
