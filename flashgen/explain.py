@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import families, pipeline
+from . import bounds, families, pipeline
 from .analysis import analyze
 from .form import Form, Traced
 from .interval import NumberSpans, tile_truth
@@ -53,13 +53,14 @@ class Census:
         return self.full + self.partial
 
 
-def census(form: Form, plan: Plan, shape: Shape, numbers: Traced) -> Census:
+def census(form: Form, problem: Problem, plan: Plan, shape: Shape, numbers: Traced) -> Census:
     """Count full, partial and empty tiles of head (0, 0) by interval evaluation, as the kernel does."""
     nq, nk = -(-shape.q_len // plan.block_q), -(-shape.kv_len // plan.block_kv)
     if form.mask < 0:
         return Census(float(nq * nk), 0.0, 0.0)
     arrays = [c.tensor.detach().cpu().numpy() if c.tensor is not None and c.dtype not in ("bfloat16",) else None for c in numbers.captures]
     step = max(1, nq * nk // SAMPLED_TILES)
+    tabled = bounds.tables(form, problem)
     rows = range(0, nq, step)
     counts = [0, 0, 0]
     for i in rows:
@@ -68,7 +69,7 @@ def census(form: Form, plan: Plan, shape: Shape, numbers: Traced) -> Census:
                 "q": (i * plan.block_q, min((i + 1) * plan.block_q, shape.q_len) - 1), "k": (j * plan.block_kv, min((j + 1) * plan.block_kv, shape.kv_len) - 1),
                 "b": (0, 0), "h": (0, 0), "q_len": (shape.q_len,) * 2, "kv_len": (shape.kv_len,) * 2, "heads": (shape.heads,) * 2,
             }  # fmt: skip
-            must, may = tile_truth(form, _Lenient(leaves, arrays, numbers.floats, numbers.ints))
+            must, may = tile_truth(form, _Lenient(leaves, arrays, numbers.floats, numbers.ints, tabled))
             counts[0 if must else 1 if may else 2] += 1
     scale = nq / len(rows)
     return Census(*(n * scale for n in counts))
@@ -93,7 +94,7 @@ def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, famil
     ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
     lines += ["", "Proved", *(f"  {_with_values(s, numbers)}" for s in facts.sentences)]
-    tiles = census(form, best.plan, shape, numbers)
+    tiles = census(form, problem, best.plan, shape, numbers)
     lines += [
         f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
         f"{tiles.empty:.0f} empty (never loaded)."

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from .bounds import BLOCK
 from .form import Form
 from .language import BOOL, FLOATS, INT, LONG
 
@@ -197,10 +198,14 @@ _TWINS: dict[str, Callable[..., Any]] = {
 
 
 class NumberSpans:
-    """The backend that computes: ``leaves`` maps q, k, ... to (lo, hi); ``captures`` are numpy arrays, ``floats`` and ``ints`` the captured numbers."""
+    """The backend that computes: ``leaves`` maps q, k, ... to (lo, hi); ``captures`` are numpy arrays, ``floats`` and ``ints`` the captured numbers.
+    ``tables`` are those of ``bounds.tables``: over two dimensions they answer for the blocks that cover a box."""
 
-    def __init__(self, leaves: dict[str, tuple[int, int]], captures: Sequence[Any] = (), floats: Sequence[float] = (), ints: Sequence[int] = ()):
-        self.leaves, self.captures, self.floats, self.ints = leaves, captures, floats, ints
+    def __init__(
+        self, leaves: dict[str, tuple[int, int]], captures: Sequence[Any] = (), floats: Sequence[float] = (), ints: Sequence[int] = (),
+        tables: Mapping[int, int] | None = None,
+    ):  # fmt: skip
+        self.leaves, self.captures, self.floats, self.ints, self.tables = leaves, captures, floats, ints, tables or {}
 
     def integer(self, value: int) -> tuple:
         return (value, value)
@@ -219,6 +224,11 @@ class NumberSpans:
         if data is None or data.size == 0 or data.ndim > 4:
             return (-FAR, FAR)
         boxes = [tuple(min(max(x, 0), n - 1) for x in i) for i, n in zip(indices, data.shape)]
+        if self.tables.get(slot) == 2 and math.prod(hi - lo + 1 for lo, hi in boxes[-2:]) > BLOCK:
+            if any(lo < hi for lo, hi in boxes[:-2]) or math.prod(hi // BLOCK - lo // BLOCK + 1 for lo, hi in boxes[-2:]) * BLOCK > SCAN_LIMIT:
+                return (-FAR, FAR)
+            part = data[tuple(slice(lo // BLOCK * BLOCK, (hi // BLOCK + 1) * BLOCK) if n >= data.ndim - 2 else lo for n, (lo, hi) in enumerate(boxes))]
+            return (int(part.min()), int(part.max()))
         part = data[tuple(slice(lo, hi + 1) for lo, hi in boxes)]
         if part.size > SCAN_LIMIT or any(n > 1 for n in part.shape[:-2]):
             return (-FAR, FAR)

@@ -20,14 +20,14 @@ TILES = [(4, 4), (5, 3), (1, 6)]
 class Tile:
     """What the backend's leaves describe: rows q_first..q_last, keys k_first..k_last of one batch item and head."""
 
-    def __init__(self, traced, q_len, kv_len):
-        self.traced, self.form, self.q_len, self.kv_len = traced, traced.form, q_len, kv_len
+    def __init__(self, traced, q_len, kv_len, tables=None):
+        self.traced, self.form, self.q_len, self.kv_len, self.tables = traced, traced.form, q_len, kv_len, tables
         self.arrays = [t.detach().numpy() for t in probes.replayed(traced)]
         self.bounds = {axis: ranges.axis_bounds(self.form, axis) for axis in "kq"}
 
     def spans(self, q, k, b=0, h=0):
         leaves = {"b": (b, b), "h": (h, h), "q": q, "k": k, "q_len": (self.q_len,) * 2, "kv_len": (self.kv_len,) * 2, "heads": (2, 2)}
-        return NumberSpans(leaves, self.arrays, self.traced.floats, self.traced.ints)
+        return NumberSpans(leaves, self.arrays, self.traced.floats, self.traced.ints, self.tables)
 
     def truth(self, q, k, b=0, h=0):
         return tile_truth(self.form, self.spans(q, k, b, h))

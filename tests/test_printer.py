@@ -22,7 +22,7 @@ import torch
 from constructs import CONSTRUCTS, MASKS
 
 import flashgen as fg
-from flashgen import abi, emit, hooks, settings
+from flashgen import abi, bounds, emit, hooks, settings, tables
 from flashgen.derivative import Graph, load_slopes, score_slope
 from flashgen.form import Traced
 from flashgen.problem import Problem
@@ -141,6 +141,10 @@ def packed(unit: Unit, gradients: dict[int, np.ndarray]) -> tuple[Any, list]:
         values[f"capture_{n}"] = t.data_ptr()
         for d in range(t.dim()):
             values[f"capture_{n}_stride_{d}"], values[f"capture_{n}_size_{d}"] = t.stride(d), t.shape[d]
+    for n, blocked in bounds.tables(unit.traced.form, unit.problem).items():
+        parts = tables.block_bounds(tensors[n], blocked)
+        values |= {f"{name}_{n}": t.data_ptr() for name, t in zip(("least", "most"), parts)}
+        tensors += parts
     values |= {f"grad_{n}": g.ctypes.data for n, g in gradients.items()}
     values |= {f"float_{n}": x for n, x in enumerate(unit.traced.floats)} | {f"int_{n}": x for n, x in enumerate(unit.traced.ints)}
     values |= {"q_len": unit.sizes["q"], "kv_len": unit.sizes["k"], "heads": unit.sizes["h"], "batch": unit.sizes["b"]}
@@ -195,7 +199,7 @@ def test_compiled_hooks_equal_python_on_random_points(name, library):
 @pytest.mark.parametrize("name", [name for name, unit in units().items() if unit.traced.form.mask >= 0])
 def test_compiled_intervals_equal_their_python_twin(name, library):
     unit = units()[name]
-    tile = test_analysis.Tile(unit.traced, unit.sizes["q"], unit.sizes["k"])
+    tile = test_analysis.Tile(unit.traced, unit.sizes["q"], unit.sizes["k"], bounds.tables(unit.traced.form, unit.problem))
     corners = [
         (b, h, *q, *k)
         for b in range(unit.sizes["b"]) for h in range(min(2, unit.sizes["h"]))
