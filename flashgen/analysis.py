@@ -87,8 +87,7 @@ def analyze(form: Form) -> Facts:
 
 def _blocks_known(form: Form, x: ranges.Listed) -> bool:
     """Whether explicit blocks are stepped along: those of block_sparse as they lie, single entries through a table of their bounds."""
-    blocked = bounds.access(form).get(form.nodes[x.node].data)
-    return blocked == 0 or (blocked is not None and x.size == 1)
+    return x.size == 1 if bounds.access(form).get(form.nodes[x.node].data) else x.size >= bounds.COARSE
 
 
 def _affine(form: Form) -> bool:

@@ -16,7 +16,7 @@ from .language import FLOATS
 from .printer import C_TYPES, Printer
 from .problem import Problem
 
-Access = Mapping[int, int]  # of captured tensors, see bounds.access
+Tables = Mapping[int, int]  # of captured tensors, see bounds.tables
 
 _LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads"}
 
@@ -88,11 +88,11 @@ def make(form: Form, problem: Problem) -> Hooks:
             return lines
 
         capture_lines = stages.function(wanted, finish)
-    access = {slot: count for slot, count in bounds.access(form).items() if count == 0} | bounds.tables(form, problem)
+    tables = bounds.tables(form, problem)
     return Hooks(
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
-        _range(form, access, "k"), _range(form, access, "q"), _tile_class(form, access), _jump(form, access, "k", "from"), _jump(form, access, "k", "before"),
-        _jump(form, access, "q", "from"),
+        _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
+        _jump(form, tables, "q", "from"),
     )  # fmt: skip
 
 
@@ -182,23 +182,23 @@ _TILE = {
 }  # fmt: skip
 
 
-def _axis(axis: str, access: Access) -> tuple[str, PrintedSpans]:
+def _axis(axis: str, tables: Tables) -> tuple[str, PrintedSpans]:
     """The length of an axis, and spans over all of it."""
     length = "u.lens.kv_len" if axis == "k" else "u.lens.q_len"
-    return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"}, access)
+    return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"}, tables)
 
 
-def _jump(form: Form, access: Access, axis: str, way: str) -> list[str]:
+def _jump(form: Form, tables: Tables, axis: str, way: str) -> list[str]:
     """Body of kv_from, kv_before or q_from: over the holes between the ranges and the explicit blocks of a tile. Empty where there are neither.
 
     way: "from" (to the first index that is not below one) or "before" (to the end of the last one below).
     """
     parts = ranges.several(ranges.axis_bounds(form, axis))
-    length, spans = _axis(axis, access)
+    length, spans = _axis(axis, tables)
     evaluator, found = Evaluator(form, spans), []
     within, at = {"from": ("first_from", "begin"), "before": ("end_before", "end")}[way]
     for part in parts:
-        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, access, x, evaluator))]
+        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, tables, x, evaluator))]
         limits = f"fg::range_within({ranges.axis_span(part, evaluator, spans)}, {length})"
         place = f"fg::{within}({limits}, {at})"
         for text in blocks:  # a step within the blocks may leave the range again
@@ -212,11 +212,11 @@ def _jump(form: Form, access: Access, axis: str, way: str) -> list[str]:
     return [*spans.lines, f"return {result};"]
 
 
-def _blocks(form: Form, access: Access, x: ranges.Listed, evaluator: Evaluator) -> str:
+def _blocks(form: Form, tables: Tables, x: ranges.Listed, evaluator: Evaluator) -> str:
     """The arguments that say where explicit blocks lie: entries, the lines of blocks that the tile meets, the entries of a line, the size of a block."""
     node = form.nodes[x.node]
-    slot, count, blocked = node.data, len(node.args), access.get(node.data)
-    if blocked is None or (blocked > 0 and x.size > 1):
+    slot, count, blocked = node.data, len(node.args), tables.get(node.data, 0)
+    if x.size > 1 if blocked else x.size < bounds.COARSE:
         return ""  # the classes of tiles say it
     axes, step = {}, "1"
     for d in reversed(range(count)):
@@ -228,23 +228,23 @@ def _blocks(form: Form, access: Access, x: ranges.Listed, evaluator: Evaluator) 
     entries = f"p.{'most' if blocked else 'capture'}_{slot}"
     for d in range(count):
         if d not in (x.place, x.line):
-            entries = f"fg::entry({entries}, {axes[d]})"
+            entries = f"fg::first_entry({entries}, {axes[d]})"
     line = axes[x.line] if x.line >= 0 else "fg::Axis{fg::Span{0, 0}, 1, 0}"
     return f"{entries}, {line}, {axes[x.place]}, {'fg::TABLE_BLOCK' if blocked else x.size}"
 
 
-def _range(form: Form, access: Access, axis: str) -> list[str]:
+def _range(form: Form, tables: Tables, axis: str) -> list[str]:
     """Body of kv_range (axis k) or q_range (axis q)."""
-    limits, (length, spans) = ranges.axis_bounds(form, axis), _axis(axis, access)
+    limits, (length, spans) = ranges.axis_bounds(form, axis), _axis(axis, tables)
     if limits == ranges.UNBOUNDED:
         return [f"return fg::Range{{0, {length}}};"]
     total = ranges.axis_span(limits, Evaluator(form, spans), spans)
     return [*spans.lines, f"return fg::range_within({total}, {length});"]
 
 
-def _tile_class(form: Form, access: Access) -> list[str]:
+def _tile_class(form: Form, tables: Tables) -> list[str]:
     if form.mask < 0:
         return []
-    spans = PrintedSpans(_TILE, access)
+    spans = PrintedSpans(_TILE, tables)
     truth = Evaluator(form, spans).span(form.mask)
     return [*spans.lines, f"return {truth}.must ? fg::FULL : {truth}.may ? fg::PARTIAL : fg::EMPTY;"]

@@ -16,7 +16,7 @@ from .form import Form
 from .language import BOOL, FLOATS, INT, LONG
 
 FAR = 1 << 61
-SCAN_LIMIT = 4096
+SCAN_LIMIT, SPAN_LIMIT = 256, 4096  # entries read one by one for the bounds of one tile, and those whose bounds a table gives
 EXACT = 1 << 24  # integers beyond round when they become floats
 
 
@@ -224,14 +224,20 @@ class NumberSpans:
         if data is None or data.size == 0 or data.ndim > 4:
             return (-FAR, FAR)
         boxes = [tuple(min(max(x, 0), n - 1) for x in i) for i, n in zip(indices, data.shape)]
-        if self.tables.get(slot) == 2 and math.prod(hi - lo + 1 for lo, hi in boxes[-2:]) > BLOCK:
-            if any(lo < hi for lo, hi in boxes[:-2]) or math.prod(hi // BLOCK - lo // BLOCK + 1 for lo, hi in boxes[-2:]) * BLOCK > SCAN_LIMIT:
+        blocked, sizes = self.tables.get(slot, 0), [hi - lo + 1 for lo, hi in boxes]
+        if blocked:
+            inner = boxes[-blocked:]
+            if blocked == 2 and math.prod(sizes[-2:]) > BLOCK:  # the blocks that cover the box
+                inner = [(lo // BLOCK * BLOCK, lo // BLOCK * BLOCK + BLOCK * (hi // BLOCK - lo // BLOCK + 1) - 1) for lo, hi in inner]
+                far = math.prod((hi - lo + 1) // BLOCK for lo, hi in inner) * BLOCK > SPAN_LIMIT
+            else:
+                far = blocked == 1 and sizes[-1] > SPAN_LIMIT
+            if far or any(n > 1 for n in sizes[:-blocked]):
                 return (-FAR, FAR)
-            part = data[tuple(slice(lo // BLOCK * BLOCK, (hi // BLOCK + 1) * BLOCK) if n >= data.ndim - 2 else lo for n, (lo, hi) in enumerate(boxes))]
-            return (int(part.min()), int(part.max()))
-        part = data[tuple(slice(lo, hi + 1) for lo, hi in boxes)]
-        if part.size > SCAN_LIMIT or any(n > 1 for n in part.shape[:-2]):
+            boxes[-blocked:] = inner
+        elif math.prod(sizes) > SCAN_LIMIT:
             return (-FAR, FAR)
+        part = data[tuple(slice(lo, hi + 1) for lo, hi in boxes)]
         return (int(part.min()), int(part.max()))
 
     def call(self, function: str, *args: Any) -> Any:
@@ -241,9 +247,9 @@ class NumberSpans:
 class PrintedSpans:
     """The backend that prints C: every call becomes a named constant; ``names`` maps leaves to C spans."""
 
-    def __init__(self, names: dict[str, str], access: Mapping[int, int] | None = None):
-        """access: how captured tensors are read, see ``bounds``; those without an entry are scanned by all lanes of a warp together."""
-        self.names, self.access, self.lines, self._seen = names, access or {}, [], {}  # type: ignore[var-annotated]
+    def __init__(self, names: dict[str, str], tables: Mapping[int, int] | None = None):
+        """tables: of ``bounds.tables``; other captured tensors are read as they lie."""
+        self.names, self.tables, self.lines, self._seen = names, tables or {}, [], {}  # type: ignore[var-annotated]
 
     def _keep(self, expression: str) -> str:
         if expression not in self._seen:
@@ -271,14 +277,10 @@ class PrintedSpans:
         axes = [f"fg::Axis{{{i}, p.capture_{slot}_size_{d}, p.capture_{slot}_stride_{d}}}" for d, i in enumerate(indices)]
         if len(axes) > 4:
             return "fg::span_unknown()"
-        match self.access.get(slot):
-            case None:
-                function, tensors = "span_load", [f"p.capture_{slot}"]
-            case 0:
-                function, tensors = "span_scan", [f"p.capture_{slot}"]
-            case blocked:
-                function, tensors = f"span_table<{blocked}>", [f"p.{name}_{slot}" for name in ("capture", "least", "most")]
-        return self._keep(f"fg::{function}({', '.join([*tensors, *axes])})")
+        if slot not in self.tables:
+            return self._keep(f"fg::span_load({', '.join([f'p.capture_{slot}', *axes])})")
+        tensors = [f"p.{name}_{slot}" for name in ("capture", "least", "most")]
+        return self._keep(f"fg::span_table<{self.tables[slot]}>({', '.join([*tensors, *axes])})")
 
     def call(self, function: str, *args: Any) -> str:
         return self._keep(f"fg::{function}({', '.join(args)})")

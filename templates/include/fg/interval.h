@@ -7,7 +7,8 @@ namespace fg {
 
 constexpr long long FAR = 1ll << 61;      // integers beyond are unknown
 constexpr long long EXACT = 1ll << 24;    // integers beyond round when they become floats
-constexpr int SCAN_LIMIT = 4096;          // entries of a captured tensor that are scanned for its bounds in one tile
+constexpr int SCAN_LIMIT = 256;           // entries of a captured tensor that are read one by one for its bounds in one tile
+constexpr int SPAN_LIMIT = 4096;          // and those whose bounds a table gives
 
 struct Span { long long lo, hi; };        // integer values, inclusive
 struct RealSpan { double lo, hi; bool nan; };
@@ -88,67 +89,36 @@ FG_FN Truth truth_ne(RealSpan a, RealSpan b) {
   return Truth{!e.may && !a.nan && !b.nan, !e.must || a.nan || b.nan};
 }
 
-#if FG_HOST
-FG_FN int scan_lane() { return 0; }
-constexpr int SCAN_LANES = 1;
-#else
-FG_FN int scan_lane() { return threadIdx.x & 31; }
-constexpr int SCAN_LANES = 32;
-FG_FN long long scan_min(long long x) { for (int i = 16; i; i >>= 1) x = int_min(x, (long long)__shfl_xor_sync(0xffffffffu, x, i)); return x; }
-FG_FN long long scan_max(long long x) { for (int i = 16; i; i >>= 1) x = int_max(x, (long long)__shfl_xor_sync(0xffffffffu, x, i)); return x; }
-#endif
-
-// Bounds of the entries of a captured integer tensor over a box of indices. On a device all 32 lanes of a warp call it with equal arguments and share the scan.
+// Bounds of the entries of a captured integer tensor over a box of indices, read one by one: of few entries, else unknown. Each lane may ask for its own box.
 struct Axis { Span index; int size; long long stride; };
 FG_FN Span axis_box(Axis a) { return Span{clamp_index(a.index.lo, a.size), clamp_index(a.index.hi, a.size)}; }
-
-template <class C> FG_FN Span span_load(const C* data, Axis x) {
-  const Span box = axis_box(x);
-  const long long count = box.hi - box.lo + 1;
-  if (count > SCAN_LIMIT) return span_unknown();
-  long long lo = FAR, hi = -FAR;
-  for (long long i = scan_lane(); i < count; i += SCAN_LANES) {
-    const long long value = (long long)data[(box.lo + i) * x.stride];
-    lo = int_min(lo, value);
-    hi = int_max(hi, value);
-  }
-#if !FG_HOST
-  lo = scan_min(lo);
-  hi = scan_max(hi);
-#endif
-  return span_near(Span{lo, hi});
+FG_FN long long box_size() { return 1; }
+template <class... More> FG_FN long long box_size(Axis a, More... more) {
+  const Span box = axis_box(a);
+  return (box.hi - box.lo + 1) * box_size(more...);
 }
-template <class C> FG_FN Span span_load(const C* data) { return span_near(Span{(long long)*data, (long long)*data}); }
-template <class C> FG_FN Span span_load(const C* data, Axis x, Axis y) {
-  const Span bx = axis_box(x), by = axis_box(y);
-  if (bx.lo == bx.hi) return span_load(data + bx.lo * x.stride, y);
-  if (by.lo == by.hi) return span_load(data + by.lo * y.stride, x);
-  const long long rows = bx.hi - bx.lo + 1, columns = by.hi - by.lo + 1;
-  if (rows * columns > SCAN_LIMIT) return span_unknown();
-  Span total{FAR, -FAR};
-  for (long long i = bx.lo; i <= bx.hi; ++i) total = span_hull(total, span_load(data + i * x.stride, y));
-  return total;
+template <class C> FG_FN void hull_entries(C& low, C& high, const C* data) {
+  low = int_min(low, *data);
+  high = int_max(high, *data);
 }
-template <class C> FG_FN Span span_load(const C* data, Axis x, Axis y, Axis z) {
-  const Span bx = axis_box(x);
-  return bx.lo == bx.hi ? span_load(data + bx.lo * x.stride, y, z) : span_unknown();
-}
-template <class C> FG_FN Span span_load(const C* data, Axis w, Axis x, Axis y, Axis z) {
-  const Span bw = axis_box(w);
-  return bw.lo == bw.hi ? span_load(data + bw.lo * w.stride, x, y, z) : span_unknown();
-}
-
-// The same by each lane for itself, for boxes of few entries.
-template <class C> FG_FN Span span_scan(const C* data) { return span_near(Span{(long long)*data, (long long)*data}); }
-template <class C, class... More> FG_FN Span span_scan(const C* data, Axis first, More... more) {
-  const Span box = axis_box(first);
-  if (box.hi - box.lo >= SCAN_LIMIT) return span_unknown();
-  Span total{FAR, -FAR};
+template <class C, class... More> FG_FN void hull_entries(C& low, C& high, const C* data, Axis first, More... more) {
+  const int last = clamp_index(first.index.hi, first.size);
 #if !FG_HOST
 #pragma unroll 1
 #endif
-  for (long long i = box.lo; i <= box.hi; ++i) total = span_hull(total, span_scan(data + i * first.stride, more...));
-  return total;
+  for (int i = clamp_index(first.index.lo, first.size); i <= last; ++i) hull_entries(low, high, data + i * first.stride, more...);
+}
+template <class C> FG_FN const C* first_entry(const C* data) { return data; }
+template <class C, class... More> FG_FN const C* first_entry(const C* data, Axis a, More... more) {
+  return first_entry(data + clamp_index(a.index.lo, a.size) * a.stride, more...);
+}
+template <class C, class... Axes> FG_FN Span span_scan(const C* data, Axes... axes) {
+  C low = *first_entry(data, axes...), high = low;
+  hull_entries(low, high, data, axes...);
+  return span_near(Span{(long long)low, (long long)high});
+}
+template <class C, class... Axes> FG_FN Span span_load(const C* data, Axes... axes) {
+  return box_size(axes...) > SCAN_LIMIT ? span_unknown() : span_scan(data, axes...);
 }
 
 // The same with a table of the least and largest entries per TABLE_BLOCK neighbours along each of the last BLOCKED dimensions (flashgen/tables.py). Along one dimension
@@ -157,7 +127,7 @@ constexpr int TABLE_BLOCK = 32;
 FG_FN int blocks(int size) { return (size + TABLE_BLOCK - 1) / TABLE_BLOCK; }
 template <class C> FG_FN Span span_blocked(const C* data, const C* least, const C* most, Axis x) {
   const int first = clamp_index(x.index.lo, x.size), last = clamp_index(x.index.hi, x.size);
-  if (last - first >= SCAN_LIMIT) return span_unknown();
+  if (last - first >= SPAN_LIMIT) return span_unknown();
   C low = data[first * x.stride], high = low;
   int i = first;
 #if !FG_HOST
@@ -180,7 +150,7 @@ template <class C> FG_FN Span span_blocked(const C* data, const C* least, const 
   const Span bx = axis_box(x), by = axis_box(y);
   if ((bx.hi - bx.lo + 1) * (by.hi - by.lo + 1) <= TABLE_BLOCK) return span_scan(data, x, y);
   const long long rows = bx.hi / TABLE_BLOCK - bx.lo / TABLE_BLOCK + 1, columns = by.hi / TABLE_BLOCK - by.lo / TABLE_BLOCK + 1;
-  if (rows * columns * TABLE_BLOCK > SCAN_LIMIT) return span_unknown();
+  if (rows * columns * TABLE_BLOCK > SPAN_LIMIT) return span_unknown();
   const Axis across{Span{by.lo / TABLE_BLOCK, by.hi / TABLE_BLOCK}, blocks(y.size), 1}, down{Span{bx.lo / TABLE_BLOCK, bx.hi / TABLE_BLOCK}, blocks(x.size), blocks(y.size)};
   return Span{span_scan(least, down, across).lo, span_scan(most, down, across).hi};
 }
@@ -200,7 +170,6 @@ template <int BLOCKED, class C, class... More> FG_FN Span span_table(const C* da
 }
 
 // Explicit blocks along an axis: those whose entry in one of `lines` is not 0. In words of indices: the first >= begin, one past the last < end that lie in one.
-template <class C> FG_FN const C* entry(const C* data, Axis a) { return data + axis_box(a).lo * a.stride; }
 template <class C> FG_FN bool block_listed(const C* data, Axis lines, Axis along, int i) {
   const Span box = axis_box(lines);
   for (long long line = box.lo; line <= box.hi; ++line) {
