@@ -23,7 +23,7 @@ from .plan import Plan
 from .problem import Problem
 from .source import Source
 from .target import CHIPS, KIB, MIB, Target
-from .variant import Variant
+from .variant import Variant, mask
 
 DIRECTORY = Path(__file__).parent.parent / "generated"  # in a checkout; a wheel does not carry it
 RESOURCES = "resources.csv"
@@ -118,6 +118,16 @@ def _learned_table() -> Variant:
     return Variant(score=catalogue.relative_bias(torch.zeros(16, 129)))
 
 
+def _first_keys_and_window() -> Variant:
+    """Streaming attention: the first four keys and a window, with a hole between them."""
+    first = catalogue.sliding_window(left=1023, right=0) | mask(lambda b, h, q_idx, kv_idx: kv_idx < 4)
+    return Variant(mask=catalogue.causal & first)
+
+
+def _blocks() -> Variant:
+    return Variant(mask=catalogue.causal & catalogue.block_sparse(catalogue.butterfly(32), 128))
+
+
 def _problem(dtype: str, head_dim: int, which: str = "forward", **fields: object) -> Problem:
     return Problem(dtype, head_dim, head_dim, which=which, **fields)  # type: ignore[arg-type]
 
@@ -131,12 +141,15 @@ GOLDENS: dict[str, Golden] = {
         Golden("cpu_window_alibi_forward_float32_avx2", _window_alibi, _problem("float32", 64, group=4, max_scores=True), DESKTOP),
         Golden("cpu_documents_sink_forward_float16_avx2", _documents_sink, _problem("float16", 128, sink=True), DESKTOP),
         Golden("cpu_learned_table_backward_float64", _learned_table, _problem("float64", 32, "backward", dlse=True), SERVER),
+        Golden("cpu_blocks_dropout_forward_float32_avx2", _blocks, _problem("float32", 64, dropout=True), DESKTOP),
         Golden("sm80_causal_forward_bfloat16", _causal, _problem("bfloat16", 128), A100),
         Golden("sm80_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward"), A100),
         Golden("sm80_causal_backward_deterministic_bfloat16", _causal, _problem("bfloat16", 64, "backward", deterministic=True), A100),
         Golden("sm80_window_softcap_forward_bfloat16", _window_softcap, _problem("bfloat16", 128, group=2), A100),
         Golden("sm80_own_functions_forward_float16", _own_functions, _problem("float16", 64), A100),
         Golden("sm80_own_functions_backward_float16", _own_functions, _problem("float16", 64, "backward"), A100),
+        Golden("sm80_first_keys_and_window_dropout_forward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64, dropout=True), A100),
+        Golden("sm80_first_keys_and_window_dropout_backward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64, "backward", dropout=True), A100),
         Golden("sm80_varlen_sink_forward_bfloat16", _causal_sink, _problem("bfloat16", 128, layout="varlen", sink=True), A100),
     )
 }

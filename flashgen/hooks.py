@@ -198,11 +198,11 @@ def _jump(form: Form, tables: Tables, axis: str, way: str) -> list[str]:
     evaluator, found = Evaluator(form, spans), []
     within, at = {"from": ("first_from", "begin"), "before": ("end_before", "end")}[way]
     for part in parts:
-        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, tables, x, evaluator))]
-        limits = f"fg::range_within({ranges.axis_span(part, evaluator, spans)}, {length})"
+        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, tables, x, evaluator, spans))]
+        limits = spans.keep(f"fg::range_within({ranges.axis_span(part, evaluator, spans)}, {length})")
         place = f"fg::{within}({limits}, {at})"
-        for text in blocks:  # a step within the blocks may leave the range again
-            place = f"fg::{within}({limits}, fg::blocks_{way}({text}, {place}))"
+        for text in blocks:  # a step along the blocks may leave the range again
+            place = f"fg::{within}({limits}, {spans.keep(f'fg::blocks_{way}({text}, {spans.keep(place)})')})"
         found.append((place, bool(blocks)))
     if len(found) == 1 and not found[0][1]:
         return []
@@ -212,7 +212,7 @@ def _jump(form: Form, tables: Tables, axis: str, way: str) -> list[str]:
     return [*spans.lines, f"return {result};"]
 
 
-def _blocks(form: Form, tables: Tables, x: ranges.Listed, evaluator: Evaluator) -> str:
+def _blocks(form: Form, tables: Tables, x: ranges.Listed, evaluator: Evaluator, spans: PrintedSpans) -> str:
     """The arguments that say where explicit blocks lie: entries, the lines of blocks that the tile meets, the entries of a line, the size of a block."""
     node = form.nodes[x.node]
     slot, count, blocked = node.data, len(node.args), tables.get(node.data, 0)
@@ -228,9 +228,9 @@ def _blocks(form: Form, tables: Tables, x: ranges.Listed, evaluator: Evaluator) 
     entries = f"p.{'most' if blocked else 'capture'}_{slot}"
     for d in range(count):
         if d not in (x.place, x.line):
-            entries = f"fg::first_entry({entries}, {axes[d]})"
+            entries = spans.keep(f"fg::first_entry({entries}, {axes[d]})")
     line = axes[x.line] if x.line >= 0 else "fg::Axis{fg::Span{0, 0}, 1, 0}"
-    return f"{entries}, {line}, {axes[x.place]}, {'fg::TABLE_BLOCK' if blocked else x.size}"
+    return ", ".join([entries, *(spans.keep(a) for a in (line, axes[x.place])), "fg::TABLE_BLOCK" if blocked else str(x.size)])
 
 
 def _range(form: Form, tables: Tables, axis: str) -> list[str]:

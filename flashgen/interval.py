@@ -251,7 +251,8 @@ class PrintedSpans:
         """tables: of ``bounds.tables``; other captured tensors are read as they lie."""
         self.names, self.tables, self.lines, self._seen = names, tables or {}, [], {}  # type: ignore[var-annotated]
 
-    def _keep(self, expression: str) -> str:
+    def keep(self, expression: str) -> str:
+        """The name of an expression, computed once."""
         if expression not in self._seen:
             self._seen[expression] = f"r{len(self._seen)}"
             self.lines.append(f"const auto {self._seen[expression]} = {expression};")
@@ -278,12 +279,12 @@ class PrintedSpans:
         if len(axes) > 4:
             return "fg::span_unknown()"
         if slot not in self.tables:
-            return self._keep(f"fg::span_load({', '.join([f'p.capture_{slot}', *axes])})")
+            return self.keep(f"fg::span_load({', '.join([f'p.capture_{slot}', *axes])})")
         tensors = [f"p.{name}_{slot}" for name in ("capture", "least", "most")]
-        return self._keep(f"fg::span_table<{self.tables[slot]}>({', '.join([*tensors, *axes])})")
+        return self.keep(f"fg::span_table<{self.tables[slot]}>({', '.join([*tensors, *axes])})")
 
     def call(self, function: str, *args: Any) -> str:
-        return self._keep(f"fg::{function}({', '.join(args)})")
+        return self.keep(f"fg::{function}({', '.join(args)})")
 
 
 _STORED = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1), "int32": (INT_LEAST, INT_MOST)}
