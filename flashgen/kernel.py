@@ -349,7 +349,9 @@ def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
     """A 64-bit unsigned seed as the int64 of equal bits; None: drawn from torch's generator of the device. No synchronisation."""
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
+    if seed >= 2**63:  # a range makes torch.compile read a symbolic integer that would not fit its int64
+        seed = range(seed, seed + 1)[0] - 2**64
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -299,6 +299,14 @@ def test_under_compile_a_seed_gives_the_same_bits(seed):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_under_compile_seeds_may_be_arguments():
+    kernel = fg.compile(fg.Variant())
+    q, k, v = tensors(1, 2, 2, 30, 30, 16, torch.float32)
+    compiled = torch.compile(lambda seed: kernel(q, k, v, dropout_p=0.3, seed=seed), fullgraph=True, backend="aot_eager")
+    for seed in (1, 2, 3, SEED, 2**64 - 1):
+        assert torch.equal(compiled(seed), kernel(q, k, v, dropout_p=0.3, seed=seed))
+
+
 def test_under_compile_forward_and_backward_draw_alike_without_a_seed():
     kernel = fg.compile(fg.Variant())
     q, k, _ = tensors(1, 2, 2, 32, 32, 32, torch.float32)
