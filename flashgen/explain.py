@@ -7,12 +7,13 @@ bound N^2 d^2 / M elements per head (Dao et al. 2022, theorem 2), and the standa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import bounds, families, pipeline
 from .analysis import analyze
+from .capture import Capture
 from .form import Form, Traced
 from .interval import NumberSpans, tile_truth
 from .plan import Candidate, Plan
@@ -75,6 +76,15 @@ def census(form: Form, problem: Problem, plan: Plan, shape: Shape, numbers: Trac
     return Census(*(n * scale for n in counts))
 
 
+def visible_share(form: Form, problem: Problem, shape: Shape, tensors: Sequence[Any], floats: Sequence[float], ints: Sequence[int]) -> float:
+    """The share of the (query, key) pairs of head (0, 0) that lie in tiles of 128 x 128 which are not empty."""
+    if not shape.q_len * shape.kv_len:
+        return 0.0
+    numbers = Traced(form, tuple(Capture(t) for t in tensors), tuple(floats), tuple(ints), ())
+    tiles = census(form, problem, Plan("", "", (("block_kv", 128), ("block_q", 128))), shape, numbers)
+    return tiles.visited / (tiles.visited + tiles.empty)
+
+
 class _Lenient(NumberSpans):
     """Captures that are not at hand (an input, a 16-bit float) are unknown."""
 
@@ -82,12 +92,15 @@ class _Lenient(NumberSpans):
         return super().load(slot, kind, indices) if self.captures[slot] is not None else (-(1 << 61), 1 << 61)
 
 
-def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, family: str | None, forced: Mapping[str, int], numbers: Traced) -> str:
+def explain(
+    form: Form, problem: Problem, target: Target, shape: Shape, *, family: str | None, forced: Mapping[str, int], use_records: bool, numbers: Traced
+) -> str:  # fmt: skip
     """The whole report."""
     facts = analyze(form)
-    name, passed = families.choose(problem, target, family)
+    _, passed = families.choose(problem, target, family)
+    chosen = pipeline.planned(form, problem, target, family, forced, use_records=use_records)
+    name = chosen.family
     ranked = pipeline.ranked(form, problem, target, name, forced)
-    chosen = pipeline.planned(form, problem, target, family, forced)
     best = next((c for c in ranked if c.plan == chosen), ranked[0])
     lines = [
         f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {shape}"
@@ -99,7 +112,9 @@ def explain(form: Form, problem: Problem, target: Target, shape: Shape, *, famil
         f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
         f"{tiles.empty:.0f} empty (never loaded)."
     ]
-    lines += ["", "Plan", f"  {best.plan}", *(f"  {n}: {used} of {limit} {unit}" for n, used, limit, unit in best.usage)]
+    tuned = use_records and chosen == pipeline.recorded(form, problem, target, family, forced)
+    origin = "measured: a record of the tuner" if tuned else "the choice of the tiler"
+    lines += ["", f"Plan ({origin})", f"  {best.plan}", *(f"  {n}: {used} of {limit} {unit}" for n, used, limit, unit in best.usage)]
     tight = best.binding
     lines += [f"  What bounds the tile: {tight[0]} ({tight[1]} of {tight[2]} {tight[3]})."]
     lines += _rejections(ranked)
