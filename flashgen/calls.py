@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import bounds, explain, tune
+from . import bounds, traffic, tune
 from . import target as targets
 from .errors import DeviceError, VariantError
 from .families import Sizes
@@ -465,8 +465,8 @@ def _trial(
 
 def _pairs(form: Form, problem: Problem, c: Call, sizes: Sizes) -> float:
     """Visible (query, key) pairs of all heads; the share that is visible is that of head 0 at the longest lengths."""
-    shape = explain.Shape(sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
-    share = explain.visible_share(form, problem, shape, c.captures, c.floats, c.ints)
+    shape = traffic.Shape(sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
+    share = traffic.visible_share(form, problem, shape, c.captures, c.floats, c.ints)
     if c.cu_seqlens_q is None or c.cu_seqlens_k is None:
         return share * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len
     return share * sizes.heads * float((c.cu_seqlens_q.diff().double() * c.cu_seqlens_k.diff().double()).sum())

@@ -23,6 +23,7 @@ from .problem import Problem
 from .repeat import Repeat, signature
 from .source import Binary
 from .target import Target
+from .traffic import Shape, Traffic, census, predict
 from .variant import Variant
 
 DEFAULT_LENGTH = 4096  # of the bfloat16 problem that source(), plan(), explain() and build() describe when no tensors are given
@@ -153,11 +154,16 @@ class Kernel:
 
     def explain(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
         """What was proved, what bounds the tile, predicted traffic and time."""
-        form, problem, target = self._describe(which, q, k, v, call)
-        shape = explain.Shape.of(q, k) if q is not None and q.dim() == 4 else explain.Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
-        numbers = self._traced(call.get("inputs") or {})
+        form, problem, target = self._describe(which, q, k, v, dict(call))
+        shape, numbers = self._shape(q, k, problem), self._traced(call.get("inputs") or {})
         forced, use_records = dict(self.forced or ()), self.tune is not False
         return explain.explain(form, problem, target, shape, family=self.family, forced=forced, use_records=use_records, numbers=numbers)
+
+    def traffic(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Traffic:
+        """The predicted bytes and operations that ``explain`` prints, as numbers."""
+        form, problem, target = self._describe(which, q, k, v, dict(call))
+        shape, plan = self._shape(q, k, problem), self._choose(form, problem, target)
+        return predict(problem, target, shape, plan, census(form, problem, plan, shape, self._traced(call.get("inputs") or {})))
 
     def build(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Binary:
         """Compile now, without a call and without a GPU; the Binary carries the resource report."""
@@ -315,6 +321,10 @@ class Kernel:
         """For the autotuner: the handle and the Call of these arguments; which of dq, dk, dv and which captured gradients a backward computes."""
         made, traced, handle = self._call(q, k, v, dict(call))
         return handle.text, made, *_wanted(made, traced)
+
+    @staticmethod
+    def _shape(q: Any, k: Any, problem: Problem) -> Shape:
+        return Shape.of(q, k) if q is not None and q.dim() == 4 else Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()
