@@ -135,7 +135,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     for module in list(sys.modules.values()):
-        if vars(module).get("is_flash_attention_requested") is _original:
+        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is _original:
             module.is_flash_attention_requested = _asked_for_flash_attention  # type: ignore[attr-defined]
 
 
