@@ -121,6 +121,24 @@ def test_tuning_reports_every_plan_and_later_kernels_use_the_winner():
     torch.testing.assert_close(kernel(q, k, v), exact(q, k, v), atol=1e-5, rtol=1e-4)
 
 
+def test_calls_made_before_take_the_winner_too():
+    """Also those whose shapes go straight to the launch; and a decoding step, whose heads run as rows."""
+    for q_len, heads in ((100, 2), (1, 4)):
+        k, v = tensors()[:2]
+        q = torch.randn(1, heads, q_len, 32)
+        kernel = flashgen.compile(CAUSAL, plan={"amx": 0, "block_q": 16})
+        expected = [kernel(q, k, v) for _ in range(3)][-1]
+        form, problem, target = kernel._describe("forward", q, k, v, {})
+        first = kernel.plan(q, k, v)
+        other = next(c.plan for c in pipeline.ranked(form, problem, target, "cpu", dict(kernel.forced)) if c.plan != first and not c.rejected)
+        records.append(records.key(form, problem, target, None, dict(kernel.forced)), {"winner": records.plan_entry(other)})
+        flashgen.repeat.forget()
+        torch.testing.assert_close(kernel(q, k, v), expected, atol=1e-5, rtol=1e-4)
+        assert {loaded.executable.plan for loaded in flashgen.calls._executables.values()} == {other}
+        (measured,) = flashgen.autotune(kernel, q, k, v, backward=False, progress=False).passes
+        assert len(measured.rows) == 5 and not any(r.verdict for r in measured.rows) and kernel.plan(q, k, v) == measured.winner
+
+
 def test_a_second_process_uses_the_record_and_stays_light(tmp_path):
     q, k, v = tensors()
     kernel = flashgen.compile(CAUSAL, plan=FEW)
