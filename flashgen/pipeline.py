@@ -6,6 +6,7 @@ and neither sympy nor jinja2 is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,9 @@ def spilled_bytes(binary: Binary) -> int:
 def _compile_first_clean(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> tuple[Plan, str, Binary]:
     """Build the best plan; a 16-bit GPU kernel that spills is refused and the tiler's next plan taken. If all spill, the one that spills least."""
     first = choose_plan(form, problem, target, family, forced)
+    if settings.debug() >= 2:
+        for c in ranked(form, problem, target, first.family, forced):
+            print(f"flashgen: {c.plan}: {'; '.join(c.rejected) or f'{c.cost:.4g} clocks a pair'}", file=sys.stderr)
     key, binary = build.build_cached(emit_source(form, problem, target, first), target)
     best = (spilled_bytes(binary), first, key, binary)
     if target.kind == "cuda" and problem.dtype_bytes == 2 and best[0]:

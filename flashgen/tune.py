@@ -96,6 +96,8 @@ def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None
     """Measure the candidates of a pass and record the winner."""
     if trial.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise FlashgenError("a CUDA graph is being captured: tune before capturing, flashgen.autotune(kernel, q, k, v).")
+    if settings.override() is not None:
+        raise FlashgenError("FLASHGEN_OVERRIDE is set: edited sources would be measured as what they replace. Unset it to tune.")
     started = time.perf_counter()
     rows = candidate_rows(trial)
     progress("compiling", 0, len(rows))
@@ -247,10 +249,12 @@ def _time(trial: Trial, rows: list[Row], runners: dict[int, Callable[[], None]],
     calls, cool = {}, {}
     for done, number in enumerate(runners):
         progress("timing", done, len(runners))
-        calls[number] = max(1, min(100, int(effort.burst * 1e3 / max(burst(number, 1), 1e-3))))
+        once = min(burst(number, 1) for _ in range(3))  # the first loads code and wakes threads
+        calls[number] = max(1, min(100, int(effort.burst * 1e3 / max(once, 1e-3))))
         times = []
         for _ in range(2):
             time.sleep(effort.pause)
+            burst(number, 1)  # wakes threads again
             times.append(burst(number, calls[number]))
         rows[number].cool_ms = cool[number] = min(times)
     progress("timing", len(runners), len(runners))

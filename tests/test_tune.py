@@ -233,6 +233,33 @@ def test_nothing_is_tuned_while_a_graph_is_captured(monkeypatch):
     assert not list((cache.current().directory / "tuning").glob("*"))
 
 
+def test_edited_sources_are_not_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHGEN_OVERRIDE", str(tmp_path))
+    with pytest.raises(flashgen.FlashgenError, match="FLASHGEN_OVERRIDE is set"):
+        flashgen.autotune(flashgen.compile(CAUSAL, plan=FEW), *tensors(), progress=False)
+
+
+def test_debug_2_prints_the_tilers_table_and_3_the_tuners(monkeypatch, capsys):
+    monkeypatch.setenv("FLASHGEN_DEBUG", "3")
+    monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
+    flashgen.autotune(flashgen.compile(CAUSAL, plan=FEW), *tensors(), backward=False, progress=False)
+    error = capsys.readouterr().err
+    assert error.count("clocks a pair") == 5 and "predicted ms" in error
+
+
+def test_bars_are_shown_on_a_terminal_alone(monkeypatch, capsys):
+    from flashgen.autotuner import _bars
+
+    for terminal, shown, expected in ((True, True, True), (True, False, False), (False, True, False)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        with _bars("forward", shown) as progress:
+            for done in range(3):
+                progress("compiling", done, 2)
+            progress("timing", 2, 2)
+        error = capsys.readouterr().err
+        assert ("forward: compiling" in error and "forward: timing" in error and "2/2" in error) == expected, error
+
+
 def test_tune_takes_a_truth_value():
     with pytest.raises(flashgen.VariantError, match="tune='yes'"):
         flashgen.compile(CAUSAL, tune="yes")

@@ -140,5 +140,18 @@ def peers(case: Case, device: str, family: str | None = None, only: Sequence[str
         if case.variant != "alibi":
             makers |= {name: functools.partial(_flash_attention, case, module) for name, module in FLASH_MODULES.items()}
     found: dict[str, Callable[..., Any]] = {"flashgen": flashgen.compile(make_variant(case), family=family)}
-    made = {name: make() for name, make in makers.items() if not only or name in only}
+    made = {name: _made(make) for name, make in makers.items() if not only or name in only}
     return found | {name: call for name, call in made.items() if call is not None}
+
+
+def _made(make: Callable[[], Callable[..., Any] | None]) -> Callable[..., Any] | None:
+    """What ``make`` returns; where it fails, a call that fails likewise, to be reported with the case."""
+    try:
+        return make()
+    except Exception as error:
+        failure = error
+
+        def fail(*_: Any) -> None:
+            raise failure
+
+        return fail
