@@ -98,6 +98,9 @@ def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None
         raise FlashgenError("a CUDA graph is being captured: tune before capturing, flashgen.autotune(kernel, q, k, v).")
     if settings.override() is not None:
         raise FlashgenError("FLASHGEN_OVERRIDE is set: edited sources would be measured as what they replace. Unset it to tune.")
+    if trial.device.type == "cuda" and torch.cuda.current_device() != (trial.device.index or 0):
+        with torch.cuda.device(trial.device):  # events are those of the current device
+            return tune(trial, effort=effort, pool=pool, progress=progress)
     started = time.perf_counter()
     rows = candidate_rows(trial)
     progress("compiling", 0, len(rows))
@@ -214,13 +217,14 @@ def disagreement(found: Tensor, expected: Tensor) -> float:
     """The largest error of a row (last dimension) over its norm and the mean row's; infinity where one is NaN or infinite and the other is not."""
     if found.numel() == 0:
         return 0.0
-    found, expected = (t.double().reshape(-1, t.shape[-1] if t.dim() else 1) for t in (found, expected))
+    real = torch.float64 if expected.dtype == torch.float64 else torch.float32
+    found, expected = (t.to(real).reshape(-1, t.shape[-1] if t.dim() else 1) for t in (found, expected))
     finite = torch.isfinite(expected)
     if not torch.equal(found.nan_to_num(1.0)[~finite], expected.nan_to_num(1.0)[~finite]) or not torch.equal(torch.isfinite(found), finite):
         return float("inf")
     found, expected = (t.where(finite, torch.zeros_like(t)) for t in (found, expected))
     norms = expected.norm(dim=-1)
-    error = (found - expected).norm(dim=-1) / (norms + norms.mean()).clamp_min(torch.finfo(torch.float64).tiny)
+    error = (found - expected).norm(dim=-1) / (norms + norms.mean()).clamp_min(torch.finfo(real).tiny)
     return float(error.max())
 
 
