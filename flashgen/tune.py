@@ -114,6 +114,7 @@ def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None
         _shape(trial.sizes), rows, best(rows), round(time.perf_counter() - started, 2),
     )  # fmt: skip
     records.append(trial.key, measured.record())
+    pipeline.prepare(trial.form, trial.problem, trial.target, family=trial.family, forced=trial.forced)  # later processes find it in the index
     if settings.debug() >= 3:
         print(f"flashgen: {measured}", file=sys.stderr)
     return measured

@@ -139,7 +139,7 @@ def test_calls_made_before_take_the_winner_too():
         assert len(measured.rows) == 5 and not any(r.verdict for r in measured.rows) and kernel.plan(q, k, v) == measured.winner
 
 
-def test_a_second_process_uses_the_record_and_stays_light(tmp_path):
+def test_a_second_process_uses_the_record_and_stays_light():
     q, k, v = tensors()
     kernel = flashgen.compile(CAUSAL, plan=FEW)
     form, problem, target = kernel._describe("forward", q, k, v, {})
@@ -147,13 +147,23 @@ def test_a_second_process_uses_the_record_and_stays_light(tmp_path):
     records.append(records.key(form, problem, target, None, FEW), {"winner": records.plan_entry(last)})
     kernel(q, k, v)
     assert kernel.plan(q, k, v) == last
+    assert_warm(f"assert kernel.plan(q, q, q).block_kv == {last.block_kv}")
+
+
+def test_a_process_after_the_tuner_starts_warm():
+    flashgen.autotune(flashgen.compile(CAUSAL, plan=FEW), *tensors(), progress=False)
+    assert_warm("")
+
+
+def assert_warm(more: str) -> None:
+    """A process that asks for tuning, where there is a record: nothing is measured, compiled or emitted."""
     program = f"""
 import sys, torch, flashgen
 kernel = flashgen.compile(flashgen.Variant(mask=flashgen.causal), plan={FEW}, tune=True)
 q = torch.randn(1, 2, 100, 32)
 kernel(q, q, q)
 assert not {{"sympy", "jinja2"}} & set(sys.modules), "a warm start"
-assert kernel.plan(q, q, q).block_kv == {last.block_kv}
+{more}
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "FLASHGEN_DEBUG": "3"})
     assert done.returncode == 0 and done.stderr == "", done.stderr
