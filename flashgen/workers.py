@@ -140,11 +140,10 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever prints goes to stderr: standard output carries replies alone
     while True:
         try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        pickle.dump(_built(*request), replies)
-        replies.flush()
+            pickle.dump(_built(*pickle.load(requests)), replies)
+            replies.flush()
+        except (EOFError, BrokenPipeError):  # the pool is gone, perhaps in the middle of a compilation
+            os._exit(0)
 
 
 def _built(form_text: str, problem: Problem, target: Target, plan: Plan) -> Built:
