@@ -78,7 +78,7 @@ def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.
 
     tensors = rows(options.heads, options.length, dim_qk), rows(kv_heads, kv_length, dim_qk), rows(kv_heads, kv_length, dim_v)
     call: dict[str, Any] = {"which": options.which} | ({"sink": torch.zeros(options.heads)} if variant.sink else {})
-    return flashgen.compile(variant, target=options.target), tensors, call
+    return flashgen.compile(variant, target=options.target, family=options.family), tensors, call
 
 
 def emit(options: argparse.Namespace) -> None:
@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         ("mask", mask, "which tiles of the mask are full, partial and empty"),
     ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.set_defaults(action=action, target=None, which="forward")
+        command.set_defaults(action=action, target=None, which="forward", family=None)
         command.add_argument("--variant", default="Variant()", help="module:attribute, or an expression such as 'Variant(mask=causal, score=softcap(30))'")
         command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
         command.add_argument("--head-dim", type=_positive, help="default: the variant's, else 128")
@@ -196,6 +196,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--kv-heads", type=_positive, help="default: as many as --heads")
         command.add_argument("--length", type=_positive, default=4096, help="query rows, and keys unless --kv-length is given")
         command.add_argument("--kv-length", type=_positive)
+        if name != "mask":
+            command.add_argument("--family", help="force a kernel family")
         if name in ("emit", "explain"):
             command.add_argument("--target", choices=targets.NAMES, help="chip to build for; default: FLASHGEN_TARGET, else the CPU")
             command.add_argument("--which", choices=("forward", "backward"), default="forward")
