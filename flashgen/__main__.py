@@ -109,6 +109,14 @@ def explain(options: argparse.Namespace) -> None:
 
 def tune(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.preset is not None:
+        from .bench import record, tuned
+
+        cases, device = _preset(options.preset)
+        result = tuned.run(dict.fromkeys(case for case, _ in cases), device, options.family)
+        if options.record is not None:
+            record.save(result, options.record)
+        return
     kernel, shapes, call = describe(options)
     q, k, v = (torch.randn(t.shape, device=device).to(t.dtype) for t in shapes)
     sink = {"sink": call["sink"].to(device)} if "sink" in call else {}
@@ -132,17 +140,25 @@ def _save(figure: Any, path: Path) -> None:
     print(f"{path}: written")
 
 
-def bench(options: argparse.Namespace) -> None:
+def _preset(name: str) -> tuple[list[Any], str]:
+    """The cases of a preset, and the device that they run on."""
     from .bench import record
 
     presets = record.presets()
-    if options.preset not in presets:
-        raise FlashgenError(f"--preset {options.preset}: the presets are {', '.join(presets)}.")
-    device = "cpu" if options.preset == "cpu" else "cuda"
+    if name not in presets:
+        raise FlashgenError(f"--preset {name}: the presets are {', '.join(presets)}.")
+    device = "cpu" if name == "cpu" else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"--preset {options.preset} measures a GPU, and there is none. Choose --preset cpu.")
+        raise DeviceError(f"--preset {name} measures a GPU, and there is none. Choose --preset cpu.")
+    return presets[name], device
+
+
+def bench(options: argparse.Namespace) -> None:
+    from .bench import record
+
+    cases, device = _preset(options.preset)
     only = tuple(options.peers.split(",")) if options.peers else ()
-    result = record.run(presets[options.preset], device, rounds=options.rounds, family=options.family, only=only)
+    result = record.run(cases, device, rounds=options.rounds, family=options.family, only=only)
     for name, figures in result["summary"].items():
         print(f"{name}: geometric mean {figures['geometric_mean']:.2f}x, least {figures['min']:.2f}x of {figures['cells']} cells")
     if options.record is not None:
@@ -208,6 +224,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--plot", type=Path, help="also draw the predicted bytes over the sequence length")
         if name == "tune":
             command.add_argument("--no-backward", dest="backward", action="store_false", help="the forward alone")
+            command.add_argument("--preset", help="instead: all cases of a list of bench, and how often the tiler's choice was good")
+            command.add_argument("--record", "--json", type=Path, help="of a preset: also write the table as JSON")
         if name == "mask":
             command.add_argument("--head", type=int, default=0, help="which head")
             command.add_argument("--block", type=_positive, help="rows and keys of a tile; default: what fits the terminal, and 128 in a plot")

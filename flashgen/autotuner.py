@@ -16,6 +16,7 @@ from . import calls, repeat, tune
 from .calls import Backward
 from .errors import ShapeError, VariantError
 from .measured import Measured
+from .progress import Bars
 from .workers import Pool
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def autotune(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, backward: bool 
         pool = stack.enter_context(Pool(tune.workers()))
 
         def measure(trial: tune.Trial) -> Measured:
-            with _bars(trial.problem.which, progress) as shown:
+            with Bars(trial.problem.which, shown=progress) as shown:
                 return tune.tune(trial, pool=pool, progress=shown)
 
         text, made, wanted, slots = kernel.tunable(q, k, v, call)
@@ -60,27 +61,3 @@ def autotune(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, backward: bool 
             passes.append(measure(calls.backward_trial(text, made, given)))
             repeat.forget()
     return TuneReport(tuple(passes))
-
-
-class _bars:
-    """tqdm's bars, one for each thing that is done; a function of (what, done, total). Silent where stderr is no terminal."""
-
-    def __init__(self, title: str, shown: bool) -> None:
-        self.title, self.shown, self.what = title, shown, ""
-        self.bar: Any = None
-
-    def __enter__(self) -> _bars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        from tqdm.auto import tqdm
-
-        if what != self.what:
-            if self.bar is not None:
-                self.bar.close()
-            self.what, self.bar = what, tqdm(total=total, desc=f"{self.title}: {what}", unit="plan", disable=None if self.shown else True)
-        self.bar.update(done - self.bar.n)

@@ -27,6 +27,7 @@ from .launch import load
 from .measured import Measured, Row, best
 from .pipeline import Executable
 from .problem import Problem
+from .progress import Bars
 from .target import Target
 from .workers import Pool
 
@@ -120,11 +121,12 @@ def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None
     return measured
 
 
-def ensure(trial: Trial, progress: Progress = lambda what, done, total: None) -> None:
+def ensure(trial: Trial) -> None:
     """Tune unless a record exists; of several processes that ask at once one measures, the others wait for it."""
     with records.lock(trial.key):
         if records.winner(trial.key) is None:
-            tune(trial, progress=progress)
+            with Bars(trial.problem.which) as progress:
+                tune(trial, progress=progress)
 
 
 def _shape(sizes: Sizes) -> str:

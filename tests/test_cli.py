@@ -153,6 +153,21 @@ def test_tune_prints_its_tables_and_the_cache_tells_and_forgets_the_winners(caps
     assert "0 kernels, 0 index entries, 0 tuned problems" in held
 
 
+def test_tune_measures_a_preset_and_says_how_good_the_tiler_is(capsys, tmp_path, monkeypatch):
+    from flashgen.bench import record
+    from flashgen.bench.peers import Case
+
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
+    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3))
+    monkeypatch.setattr(record, "presets", lambda: {"cpu": [(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")]})
+    text = run(capsys, "tune", "--preset", "cpu", "--json", str(tmp_path / "table.json"))
+    assert text.count("tiler ") == 2 and "of the tuned best in" in text and "of 2 passes" in text
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert [row["what"] for row in table["rows"]] == ["forward", "backward"] and all(row["ratio"] >= 1 for row in table["rows"])
+    assert "the presets are" in fail(capsys, "tune", "--preset", "none")
+
+
 def test_mask_is_printed_and_drawn(capsys, tmp_path):
     path = tmp_path / "mask.png"
     text = run(capsys, "mask", "--variant", "causal", "--length", "256", "--block", "64", "--plot", str(path))

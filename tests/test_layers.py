@@ -22,7 +22,7 @@ LAYERS = (
     {"analysis", "bounds", "interval", "derivative", "ranges", "families", "plan", "traffic"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "records", "pipeline", "workers"},
-    {"launch", "tensor_map", "measured", "tune"},
+    {"launch", "tensor_map", "measured", "progress", "tune"},
     {
         "reference", "calls", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures", "block_mask", "flex", "hf", "bench",
         "generated", "info", "__init__", "__main__",

@@ -22,6 +22,7 @@ from flashgen import cache, pipeline, records, tune, workers
 from flashgen import target as targets
 from flashgen.measured import Measured, Row, best
 from flashgen.problem import Problem
+from flashgen.progress import Bars
 from flashgen.tune import Effort
 
 ROOT = Path(__file__).parent.parent
@@ -258,11 +259,9 @@ def test_debug_2_prints_the_tilers_table_and_3_the_tuners(monkeypatch, capsys):
 
 
 def test_bars_are_shown_on_a_terminal_alone(monkeypatch, capsys):
-    from flashgen.autotuner import _bars
-
     for terminal, shown, expected in ((True, True, True), (True, False, False), (False, True, False)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
-        with _bars("forward", shown) as progress:
+        with Bars("forward", shown=shown) as progress:
             for done in range(3):
                 progress("compiling", done, 2)
             progress("timing", 2, 2)
