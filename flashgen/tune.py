@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import families, pipeline, records, settings
-from .errors import FlashgenError
+from .errors import CompileError, FlashgenError
 from .families import Sizes
 from .form import Form
 from .launch import load
@@ -151,6 +151,8 @@ def _compile(trial: Trial, rows: list[Row], pool: Pool | None, progress: Progres
                 store.put_binary(built.key, built.binary)
             found[number] = pipeline.executable(trial.form, trial.problem, trial.target, plans[number], built.binary)
         progress("compiling", done + 1, len(rows))
+    if not found:
+        raise CompileError(f"none of {len(rows)} candidates compiled. The first: {rows[0].verdict}.")
     return found
 
 

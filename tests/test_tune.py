@@ -362,6 +362,13 @@ flashgen.autotune(flashgen.compile(flashgen.Variant(mask=flashgen.causal), plan=
     assert not list(tmp_path.glob("flashgen-*")) and not list((held / "tmp").glob("*")) and not list((held / "tuning").glob("*"))
 
 
+def test_workers_that_do_not_work_are_no_measurement(monkeypatch):
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
+    with pytest.raises(flashgen.CompileError, match=r"none of 5 candidates compiled.*ended with status 1"):
+        flashgen.autotune(flashgen.compile(CAUSAL, plan=FEW), *tensors(), progress=False)
+    assert not list((cache.current().directory / "tuning").glob("*"))
+
+
 def test_a_worker_needs_no_torch():
     program = workers._SERVE.replace("serve()", "print(sorted({'torch', 'cupy', 'cupy_backends'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", program, str(ROOT / "flashgen")], capture_output=True, text=True)
