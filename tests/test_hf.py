@@ -129,6 +129,24 @@ def test_bfloat16_is_as_exact_as_eager(pair):
     assert ratio <= 1.1
 
 
+@pytest.mark.slow
+def test_a_compiled_and_a_checkpointed_model_agree_with_the_plain_one():
+    model = make("Mistral")
+    model.set_attn_implementation("flashgen")
+    given = {"input_ids": tokens(), "attention_mask": padding("left"), "labels": tokens(), "use_cache": False}
+
+    def gradient(run) -> torch.Tensor:
+        model.zero_grad()
+        run(**given).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    expected = gradient(model)
+    torch.testing.assert_close(gradient(torch.compile(model, backend="aot_eager")), expected)
+    model.gradient_checkpointing_enable()
+    model.train()
+    torch.testing.assert_close(gradient(model), expected)
+
+
 @torch.no_grad()
 def test_chunked_attention_agrees_with_eager():
     """The mask of Llama 4, on the attention function itself; rows with left padding start their chunks after it."""
