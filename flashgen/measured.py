@@ -17,11 +17,11 @@ CLOSE = 1.02  # a plan must be faster by more than this to replace the tiler's c
 
 @dataclass
 class Row:
-    """One candidate of a pass. Times in milliseconds, None where not measured; ``verdict`` says why a candidate fell out."""
+    """One candidate of a pass. Times in milliseconds, None where not predicted or measured; ``verdict`` says why a candidate fell out."""
 
     family: str
     fields: dict[str, int]
-    predicted_ms: float
+    predicted_ms: float | None
     cool_ms: float | None = None
     hot_ms: float | None = None
     verdict: str = ""

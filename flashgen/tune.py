@@ -89,8 +89,19 @@ def candidate_rows(trial: Trial) -> list[Row]:
             if name == first:
                 raise
             continue  # the forced fields are not this family's
-        found += [Row(name, c.plan.as_dict(), c.cost * clocks_to_ms) for c in ranked if not c.rejected]
+        scale = clocks_to_ms if _predicts(trial, name) else None
+        found += [Row(name, c.plan.as_dict(), None if scale is None else c.cost * scale) for c in ranked if not c.rejected]
     return found[:MOST_CANDIDATES]
+
+
+def _predicts(trial: Trial, family: str) -> bool:
+    """Whether the family's cost depends on the plan: one that is the same for all ranks nothing and is no time."""
+    import sympy
+
+    from .analysis import analyze
+
+    cost = families.get(family).cost(trial.problem, analyze(trial.form), trial.target)
+    return bool(sympy.sympify(cost).free_symbols)
 
 
 def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None, progress: Progress = lambda what, done, total: None) -> Measured:
@@ -166,7 +177,7 @@ def _first_to_front(trial: Trial, rows: list[Row], executables: dict[int, Execut
     chosen = pipeline.prepare(trial.form, trial.problem, trial.target, family=trial.family, forced=trial.forced, use_records=False)
     number = next((n for n, row in enumerate(rows) if row.plan(trial.problem.which) == chosen.plan), None)
     if number is None:  # beyond the candidates, or not of the ranking any more
-        rows.insert(0, Row(chosen.plan.family, chosen.plan.as_dict(), float("nan")))
+        rows.insert(0, Row(chosen.plan.family, chosen.plan.as_dict(), None))
     else:
         rows.insert(0, rows.pop(number))
     by_plan = {executable.plan: executable for executable in executables.values()}

@@ -95,6 +95,16 @@ def test_a_record_decides_the_plan_of_a_gpu_that_is_not_here(tmp_path):
     assert pipeline.recorded(form, problem, replace(target, chip="another"), "sm80", None) is None, "another chip too"
 
 
+def test_a_family_without_a_cost_model_predicts_no_time():
+    trial = tune.Trial(
+        CAUSAL.plain.form, Problem("float32", 64, 64), targets.parse("sm90a"), torch.device("cpu"), "sm80", None, None, {}, {}, {}, dict, (), lambda: 1e9, ()
+    )  # fmt: skip
+    rows = tune.candidate_rows(trial)
+    assert rows and all(r.predicted_ms is None for r in rows), "float32 on sm80: one plan, whose cost is a constant"
+    rows = tune.candidate_rows(replace(trial, problem=Problem("bfloat16", 64, 64)))
+    assert len(rows) > 4 and all(0.01 < r.predicted_ms < 100 for r in rows)
+
+
 def test_a_damaged_record_is_none(tmp_path):
     key = "k" * 64
     for line in ({}, {"winner": 3}, {"winner": {"family": "cpu", "which": "forward", "fields": {"block_q": "many"}}}):
