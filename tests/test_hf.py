@@ -192,5 +192,11 @@ def test_what_is_not_supported_is_said():
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(flashgen.VariantError, match=r"output_attentions=True.*eager"):
         hf.attention(torch.nn.Module(), q, q, q, None, output_attentions=True)
-    with pytest.raises(flashgen.VariantError, match="dropout"):
-        hf.attention(torch.nn.Module(), q, q, q, None, dropout=0.1)
+
+
+@torch.no_grad()
+def test_dropout_is_the_kernels():
+    q = torch.randn(1, 2, 200, 16)
+    plain, dropped, all_dropped = (hf.attention(torch.nn.Module(), q, q, torch.ones_like(q), None, dropout=p)[0] for p in (0.0, 0.4, 1.0))
+    torch.testing.assert_close(plain, torch.ones_like(plain))
+    assert not torch.equal(dropped, plain) and abs(dropped.mean().item() - 1) < 0.1 and not all_dropped.any()

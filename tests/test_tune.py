@@ -210,6 +210,17 @@ def test_packed_sequences_captured_gradients_and_sinks_are_tuned():
     torch.testing.assert_close(kernel.varlen(q, k, v, **given), before)
 
 
+def test_dropout_and_document_tables_are_tuned():
+    """A seed, and tables of captured tensors that are made at each call: the trial has its own."""
+    documents = torch.arange(1200) // 100
+    kernel = flashgen.compile(flashgen.Variant(mask=flashgen.document(documents)), plan=FEW)
+    q, k, v = tensors(1200, 16)
+    before = kernel(q, k, v, dropout_p=0.3, seed=7)
+    report = flashgen.autotune(kernel, q, k, v, progress=False, dropout_p=0.3, seed=7)
+    assert not any(r.verdict for m in report.passes for r in m.rows)
+    torch.testing.assert_close(kernel(q, k, v, dropout_p=0.3, seed=7), before, atol=1e-5, rtol=1e-4)
+
+
 def test_a_candidate_that_disagrees_falls_out(monkeypatch):
     """The tuner is handed, for one plan, the binary of another variant: its numbers are not those of the tiler's choice."""
     q, k, v = tensors()
