@@ -180,6 +180,22 @@ assert not {{"sympy", "jinja2"}} & set(sys.modules), "a warm start"
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+def test_of_processes_that_ask_at_once_one_measures():
+    program = f"""
+import torch, flashgen
+q = torch.randn(1, 2, 100, 32)
+flashgen.compile(flashgen.Variant(mask=flashgen.causal), plan={FEW | {"block_kv": 64}}, tune=True)(q, q, q)
+"""
+    environment = {**os.environ, "FLASHGEN_DEBUG": "3", "PYTHONPATH": str(ROOT)}
+    children = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    errors = [child.communicate(timeout=200)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], errors
+    assert sum(error.count("predicted ms") for error in errors) == 1, "the others waited for its record"
+    held = cache.current()
+    assert len(held.record_kinds()) == 1 and len(held.records(held.record_kinds()[0])) == 1
+    assert not list((held.directory / "lock").glob("*")) and not list((held.directory / "tmp").glob("*"))
+
+
 def test_tune_true_measures_at_the_first_call_and_only_then(monkeypatch):
     calls_seen = []
     real = tune.tune
