@@ -1,4 +1,4 @@
-"""The command line: ``flashgen`` or ``python -m flashgen``, with the commands emit, explain, info, bench and generated.
+"""The command line: ``flashgen`` or ``python -m flashgen``, with the commands emit, explain, tune, mask, bench, generated, info and cache.
 
 A variant is named as ``module:attribute`` or written as an expression of the catalogue. Example::
 
@@ -11,10 +11,8 @@ import argparse
 import importlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,11 @@ import torch
 
 import flashgen
 
-from . import build, cache, settings
+from . import cache, info
 from . import target as targets
-from .errors import CompileError, DeviceError, FlashgenError, VariantError
+from .errors import DeviceError, FlashgenError, VariantError
 from .problem import DTYPES
 from .variant import Mask, Score, Variant
-
-PACKAGES = ("torch", "numpy", "sympy", "jinja2", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "cuda-bindings")
 
 
 def find_variant(text: str) -> Variant:
@@ -82,7 +78,7 @@ def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.
 
     tensors = rows(options.heads, options.length, dim_qk), rows(kv_heads, kv_length, dim_qk), rows(kv_heads, kv_length, dim_v)
     call: dict[str, Any] = {"which": options.which} | ({"sink": torch.zeros(options.heads)} if variant.sink else {})
-    return flashgen.compile(variant, target=options.target), tensors, call
+    return flashgen.compile(variant, target=options.target, family=options.family), tensors, call
 
 
 def emit(options: argparse.Namespace) -> None:
@@ -103,72 +99,74 @@ def emit(options: argparse.Namespace) -> None:
 def explain(options: argparse.Namespace) -> None:
     kernel, tensors, call = describe(options)
     print(kernel.explain(*tensors, **call))
+    if options.plot is not None:
+        from .bench.plots import bytes_over_length
+
+        lengths = [1 << n for n in range(8, 18)]
+        shape = {"heads": options.heads, "kv_heads": options.kv_heads or options.heads, "head_dim": tensors[0].shape[-1], "dtype": options.dtype}
+        _save(bytes_over_length(kernel, lengths, which=options.which, **shape), options.plot)
 
 
-def info(options: argparse.Namespace) -> None:
-    store = cache.current()
-    if options.clean:
-        before = store.info()
-        store.clean()
-        print(f"Removed {before['kernels']} kernels, {before['bytes'] / 1e6:.1f} MB, from {before['directory']}.")
+def tune(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.preset is not None:
+        from .bench import record, tuned
+
+        cases, device = _preset(options.preset)
+        result = tuned.run(dict.fromkeys(case for case, _ in cases), device, options.family)
+        if options.record is not None:
+            record.save(result, options.record)
         return
-    print(f"flashgen {flashgen.__version__}, Python {sys.version.split()[0]}")
-    for name in PACKAGES:
-        try:
-            print(f"  {name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    print("Devices")
-    for line in _devices():
-        print(f"  {line}")
-    print("Compilers")
-    for line in _compilers():
-        print(f"  {line}")
-    print("Targets")
-    for chip in targets.CHIPS.values():
-        print(f"  {chip.name:6} {chip.chip}: {chip.smem_block_bytes} bytes of shared memory per block, {chip.sms} SMs, {chip.status}")
-    held = store.info()
-    print(f"Cache (FLASHGEN_CACHE: {settings.cache() or 'not set'})")
-    print(f"  {held['directory']}: {held['kernels']} kernels, {held['index']} index entries, {held['bytes'] / 1e6:.1f} MB")
+    kernel, shapes, call = describe(options)
+    q, k, v = (torch.randn(t.shape, device=device).to(t.dtype) for t in shapes)
+    sink = {"sink": call["sink"].to(device)} if "sink" in call else {}
+    report = flashgen.autotune(kernel, q, k, v, backward=options.backward, **sink)
+    print(report)
+    print(f"Recorded in {cache.current().info()['directory']}.")
 
 
-def _devices() -> list[str]:
-    cpu = targets.detect_cpu()
-    matrix = ", AMX" if "amx_bf16" in cpu.features else ""
-    lines = [f"cpu: {cpu.chip}, {cpu.cores} cores, {cpu.vector_bytes}-byte vectors{matrix}, L1 {cpu.l1_bytes // 1024} KiB, L2 {cpu.l2_bytes // 1024} KiB"]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        try:
-            lines.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, target {targets.detect(index).name}")
-        except FlashgenError as error:
-            lines.append(f"cuda:{index}: {error}")
-    return lines if len(lines) > 1 else [*lines, "cuda: none"]
+def mask(options: argparse.Namespace) -> None:
+    kernel, (q, k, _), _ = describe(options)
+    size = {"block_q": options.block, "block_kv": options.block} if options.block else {}
+    print(flashgen.mask_text(kernel, q.shape[2], k.shape[2], head=options.head, heads=options.heads, **size))
+    if options.plot is not None:
+        figure = flashgen.plot_mask(kernel, q.shape[2], k.shape[2], head=options.head, heads=options.heads, **size)
+        _save(figure, options.plot)
 
 
-def _compilers() -> list[str]:
-    lines = []
-    for kind, chip in (("C++", targets.detect_cpu()), ("CUDA", targets.CHIPS["sm80"])):
-        try:
-            lines.append(f"{kind}: {build.compiler_version(chip)}")
-        except CompileError as error:
-            lines.append(f"{kind}: none. {error}")
-    other = [path for path in map(shutil.which, ("g++", "clang++", "nvcc")) if path]
-    return [*lines, "On PATH: " + (", ".join(other) or "none of g++, clang++, nvcc")]
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"{path}: written")
+
+
+def _preset(name: str) -> tuple[list[Any], str]:
+    """The cases of a preset, and the device that they run on."""
+    from .bench import record
+
+    presets = record.presets()
+    if name not in presets:
+        raise FlashgenError(f"--preset {name}: the presets are {', '.join(presets)}.")
+    device = "cpu" if name == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"--preset {name} measures a GPU, and there is none. Choose --preset cpu.")
+    return presets[name], device
 
 
 def bench(options: argparse.Namespace) -> None:
     from .bench import record
 
-    presets = record.presets()
-    if options.preset not in presets:
-        raise FlashgenError(f"--preset {options.preset}: the presets are {', '.join(presets)}.")
-    device = "cpu" if options.preset == "cpu" else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"--preset {options.preset} measures a GPU, and there is none. Choose --preset cpu.")
-    result = record.run(presets[options.preset], device, rounds=options.rounds, family=options.family)
+    cases, device = _preset(options.preset)
+    only = tuple(options.peers.split(",")) if options.peers else ()
+    result = record.run(cases, device, rounds=options.rounds, family=options.family, only=only)
     for name, figures in result["summary"].items():
         print(f"{name}: geometric mean {figures['geometric_mean']:.2f}x, least {figures['min']:.2f}x of {figures['cells']} cells")
     if options.record is not None:
         record.save(result, options.record)
+    if options.plot is not None:
+        from .bench.plots import roofline
+
+        _save(roofline(result), options.plot)
 
 
 def generated(options: argparse.Namespace) -> None:
@@ -197,11 +195,15 @@ def _positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="flashgen", description="Attention variants to flash-attention kernels.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, action, help_text in (("emit", emit, "print the source of a kernel"), ("explain", explain, "what was proved, the plan, and what bounds it")):
+    for name, action, help_text in (
+        ("emit", emit, "print the source of a kernel"),
+        ("explain", explain, "what was proved, the plan, and what bounds it"),
+        ("tune", tune, "measure the best plans on this device and record the winners"),
+        ("mask", mask, "which tiles of the mask are full, partial and empty"),
+    ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.set_defaults(action=action)
+        command.set_defaults(action=action, target=None, which="forward", family=None)
         command.add_argument("--variant", default="Variant()", help="module:attribute, or an expression such as 'Variant(mask=causal, score=softcap(30))'")
-        command.add_argument("--target", choices=targets.NAMES, help="chip to build for; default: FLASHGEN_TARGET, else the CPU")
         command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
         command.add_argument("--head-dim", type=_positive, help="default: the variant's, else 128")
         command.add_argument("--head-dim-v", type=_positive, help="of the values, where it differs")
@@ -210,19 +212,41 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--kv-heads", type=_positive, help="default: as many as --heads")
         command.add_argument("--length", type=_positive, default=4096, help="query rows, and keys unless --kv-length is given")
         command.add_argument("--kv-length", type=_positive)
-        command.add_argument("--which", choices=("forward", "backward"), default="forward")
+        if name != "mask":
+            command.add_argument("--family", help="force a kernel family")
+        if name in ("emit", "explain"):
+            command.add_argument("--target", choices=targets.NAMES, help="chip to build for; default: FLASHGEN_TARGET, else the CPU")
+            command.add_argument("--which", choices=("forward", "backward"), default="forward")
         if name == "emit":
             command.add_argument("--standalone", action="store_true", help="one file with every header inlined")
             command.add_argument("--output", "-o", type=Path, help="write to a file")
+        if name == "explain":
+            command.add_argument("--plot", type=Path, help="also draw the predicted bytes over the sequence length")
+        if name == "tune":
+            command.add_argument("--no-backward", dest="backward", action="store_false", help="the forward alone")
+            command.add_argument("--preset", help="instead: all cases of a list of bench, and how often the tiler's choice was good")
+            command.add_argument("--record", "--json", type=Path, help="of a preset: also write the table as JSON")
+        if name == "mask":
+            command.add_argument("--head", type=int, default=0, help="which head")
+            command.add_argument("--block", type=_positive, help="rows and keys of a tile; default: what fits the terminal, and 128 in a plot")
+            command.add_argument("--plot", type=Path, help="also draw it")
     command = commands.add_parser("info", help="versions, devices, compilers, the cache")
-    command.set_defaults(action=info)
+    command.set_defaults(action=info.info)
     command.add_argument("--clean", action="store_true", help="remove every compiled kernel from the cache")
+    command = commands.add_parser("cache", help="what the cache holds")
+    parts = command.add_subparsers(dest="part", required=True, metavar="COMMAND")
+    parts.add_parser("info", help="where it lies, what it holds").set_defaults(action=info.cache_info)
+    clean = parts.add_parser("clean", help="remove every compiled kernel")
+    clean.set_defaults(action=info.clean)
+    clean.add_argument("--tuning", action="store_true", help="the tuner's records too")
     command = commands.add_parser("bench", help="this project and its peers side by side", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     command.set_defaults(action=bench)
     command.add_argument("--preset", default="gpu" if torch.cuda.is_available() else "cpu", help="which list of cases")
     command.add_argument("--rounds", type=_positive, default=3)
     command.add_argument("--family", help="force a kernel family")
-    command.add_argument("--record", type=Path, help="also write the run as JSON")
+    command.add_argument("--peers", help="names of peers, with commas; default: all that can run")
+    command.add_argument("--record", "--json", type=Path, help="also write the run as JSON")
+    command.add_argument("--plot", type=Path, help="also draw the roofline")
     command = commands.add_parser("generated", help="the kernels kept in generated/")
     command.set_defaults(action=generated)
     which = command.add_mutually_exclusive_group(required=True)

@@ -147,16 +147,21 @@ class Cache:
         with self.lock(f"tuning-{kind}"):
             self._attempt(append)
 
+    def record_kinds(self) -> list[str]:
+        """The kinds of which there are records, sorted."""
+        return sorted({path.stem for root in self._roots() for path in (root / "tuning").glob("*.jsonl")})
+
     # ---- housekeeping
 
     def info(self) -> dict[str, Any]:
-        """Where the cache lies and what it holds: ``directory``, ``kernels``, ``index``, ``bytes``."""
+        """Where the cache lies and what it holds: ``directory``, ``kernels``, ``index``, ``tuned``, ``bytes``."""
         files = [path for root in self._roots() for path in root.rglob("*") if path.is_file()]
         count = {folder: sum(path.parent.name == folder for path in files) for folder in ("store", "index")}
         return {
             "directory": str(self._roots()[0]) if self._roots() else None,
             "kernels": count["store"],
             "index": count["index"],
+            "tuned": len(self.record_kinds()),
             "bytes": sum(path.stat().st_size for path in files),
         }
 

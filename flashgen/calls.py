@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import bounds
+from . import bounds, traffic, tune
 from . import target as targets
 from .errors import DeviceError, VariantError
 from .families import Sizes
@@ -39,6 +39,7 @@ class Handle(NamedTuple):
     target: str | None = None
     family: str | None = None
     plan: tuple[tuple[str, int], ...] | None = None
+    tune: bool | None = None  # None: a recorded winner, else the tiler's choice; True: measured where there is no record; False: records are ignored
 
     @property
     def text(self) -> str:
@@ -47,9 +48,8 @@ class Handle(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def parse_handle(text: str) -> tuple[Handle, Form]:
-    form, layout, lse, max_scores, out_low, target, family, plan = json.loads(text)
-    forced = None if plan is None else tuple((name, value) for name, value in plan)
-    handle = Handle(form, layout, lse, max_scores, out_low, target, family, forced)
+    handle = Handle(*json.loads(text))
+    handle = handle._replace(plan=None if handle.plan is None else tuple((name, value) for name, value in handle.plan))
     return handle, Form.parse(handle.form)
 
 
@@ -93,9 +93,15 @@ def _target(name: str | None, device: torch.device) -> targets.Target:
     return resolve_target(name, device)
 
 
-def loaded(handle: Handle, form: Form, problem: Problem, device: torch.device) -> Loaded:
-    """The loaded pass of a problem, prepared once per device; threads that ask at once wait for one build."""
-    key = (handle.form, handle.target, handle.family, handle.plan, problem, device)
+def forget() -> None:
+    """Drop the passes that calls have loaded, so that the next call of each looks for a record again."""
+    _executables.clear()
+    _bound.clear()
+
+
+def loaded(handle: Handle, form: Form, problem: Problem, device: torch.device, trial: Callable[[], tune.Trial]) -> Loaded:
+    """The loaded pass of a problem, prepared once per device; threads that ask at once wait for one build. ``trial`` is what a tuner would run."""
+    key = (handle.form, handle.target, handle.family, handle.plan, handle.tune, problem, device)
     found = _executables.get(key)
     if found is None:
         with _lock:
@@ -108,7 +114,10 @@ def loaded(handle: Handle, form: Form, problem: Problem, device: torch.device) -
                         "this kernel is not built yet and a CUDA graph is being captured: make one warm-up call of the same kind before capturing."
                     )
                 chip = _target(handle.target, device)
-                executable = prepare(form, problem, chip, family=handle.family, forced=dict(handle.plan) if handle.plan else None)
+                if handle.tune:
+                    tune.ensure(trial())
+                forced = dict(handle.plan) if handle.plan else None
+                executable = prepare(form, problem, chip, family=handle.family, forced=forced, use_records=handle.tune is not False)
                 found = _executables[key] = load(executable, device)
     return found
 
@@ -302,7 +311,7 @@ def bound_forward(text: str, c: Call, tensors: dict[str, Tensor], stat: Tensor, 
         form, call, rows = packed_heads(form, c)
         problem = forward_problem(handle, call, aligned and strides_aligned(tensors.values()))
         sizes, numbers = _sizes(call), _numbers(call, _sizes(call), {name: rows(t) if name in ("q", "out") else t for name, t in tensors.items()}, rows(stat))
-        return loaded(handle._replace(form=form.text), form, problem, c.q.device).bind(numbers, sizes)
+        return loaded(handle._replace(form=form.text), form, problem, c.q.device, lambda: forward_trial(text, c)).bind(numbers, sizes)
 
     return _bind(_key(text, c, tensors, aligned), make)
 
@@ -393,6 +402,71 @@ def bound_backward(text: str, c: Call, b: Backward, tensors: dict[str, Tensor], 
         sizes, (handle, form) = _sizes(c), parse_handle(text)
         problem = backward_problem(handle, c, b, aligned and strides_aligned(tensors.values()))
         scratch = [("delta", b.lse.numel() * b.lse.element_size())] if own_delta else []
-        return loaded(handle, form, problem, c.q.device).bind(_numbers(c, sizes, tensors, b.lse), sizes, scratch)
+        trial = lambda: backward_trial(text, c, b)  # noqa: E731
+        return loaded(handle, form, problem, c.q.device, trial).bind(_numbers(c, sizes, tensors, b.lse), sizes, scratch)
 
     return _bind(_key(text, c, tensors, aligned, own_delta, b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)
+
+
+# ---- what the tuner runs: a pass on the tensors of a call, with outputs of its own -----------------------------------------------------------------
+
+
+def forward_trial(text: str, call: Call) -> tune.Trial:
+    """The forward of a call."""
+    handle, form = parse_handle(text)
+    c = prepared(call)
+    out, stat = output_like(c.q, c.v.shape[-1], c.q.dtype), statistics_of(c.q)
+    written = {"out": out, "lse": stat}
+    if handle.max_scores:
+        written["max_scores"] = torch.empty_like(stat)
+    if keeps_low(handle, c.q):
+        written["out_low"] = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
+    addresses = {"max_scores": 0, "out_low": 0} | _addresses(c, tensors) | {name: t.data_ptr() for name, t in written.items()}
+    aligned = _starts_aligned(tensors, addresses) and strides_aligned(tensors.values())
+    form, c, rows = packed_heads(form, c)
+    tensors |= {"q": c.q, "out": rows(out)}
+    keep = tuple(_tables(form, c, addresses))
+    numbers = _numbers(c, _sizes(c), tensors, rows(stat))
+    return _trial(handle, form, forward_problem(handle, c, aligned), c, numbers, addresses, written, lambda: written, (), keep)
+
+
+def backward_trial(text: str, call: Call, b: Backward) -> tune.Trial:
+    """The backward of a call; sums of captured gradients start from zeros."""
+    handle, form = parse_handle(text)
+    c = prepared(call)
+    gradients = {n: output_like(t, t.shape[-1], t.dtype) for n, t, w in zip(("dq", "dk", "dv"), (c.q, c.k, c.v), b.wanted) if w}
+    written = gradients | {"delta": torch.empty_like(b.lse)}
+    sums = {n: captured_sums(c.captures[n], b.lse, b.deterministic) for n in b.slots}
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(stored(b.dout)), **gradients}
+    dlse = None if b.dlse is None else stored(b.dlse).to(b.lse.dtype).contiguous()
+    held = {"lse": b.lse, "out_low": b.out_low, "delta": written["delta"], **({} if dlse is None else {"dlse": dlse})}
+    held |= {f"grad_{n}": t for n, t in sums.items()}
+    addresses = _addresses(c, tensors) | {name: t.data_ptr() for name, t in held.items()}
+    problem = backward_problem(handle, c, b, _starts_aligned(tensors, addresses) and strides_aligned(tensors.values()))
+
+    def results() -> dict[str, Tensor]:
+        return written | {f"gradient of capture {n}": _finished(t, b.lse) for n, t in sums.items()}
+
+    keep = (*tensors.values(), *held.values(), *_tables(form, c, addresses))
+    return _trial(handle, form, problem, c, _numbers(c, _sizes(c), tensors, b.lse), addresses, written, results, tuple(sums.values()), keep)
+
+
+def _trial(
+    handle: Handle, form: Form, problem: Problem, c: Call, numbers: dict[str, Any], addresses: dict[str, int], written: dict[str, Tensor],
+    results: Callable[[], dict[str, Tensor]], sums: tuple[Tensor, ...], keep: tuple[Tensor, ...],
+) -> tune.Trial:  # fmt: skip
+    sizes = _sizes(c)
+    return tune.Trial(
+        form, problem, _target(handle.target, c.q.device), c.q.device, handle.family, dict(handle.plan) if handle.plan else None, sizes, numbers,
+        addresses, written, results, sums, lambda: _pairs(form, problem, c, sizes), (c, *keep),
+    )  # fmt: skip
+
+
+def _pairs(form: Form, problem: Problem, c: Call, sizes: Sizes) -> float:
+    """Visible (query, key) pairs of all heads; the share that is visible is that of head 0 at the longest lengths."""
+    shape = traffic.Shape(sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
+    share = traffic.visible_share(form, problem, shape, c.captures, c.floats, c.ints)
+    if c.cu_seqlens_q is None or c.cu_seqlens_k is None:
+        return share * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len
+    return share * sizes.heads * float((c.cu_seqlens_q.diff().double() * c.cu_seqlens_k.diff().double()).sum())

@@ -23,6 +23,7 @@ from .problem import Problem
 from .repeat import Repeat, signature
 from .source import Binary
 from .target import Target
+from .traffic import Shape, Traffic, census, predict
 from .variant import Variant
 
 DEFAULT_LENGTH = 4096  # of the bfloat16 problem that source(), plan(), explain() and build() describe when no tensors are given
@@ -48,7 +49,9 @@ def compile(
 
     target: None (the device of the tensors it is called with), "cpu", "sm80", "sm86", "sm89", "sm90a", "sm100", "sm120".
     family: force a kernel family ("cpu", "sm80"). deterministic: None follows ``torch.use_deterministic_algorithms``.
-    tune: reserved for the autotuner; None and False use the tiler's first choice. plan: Plan fields to force, e.g. ``{"block_q": 64}``.
+    tune: None uses the winner that ``flashgen.autotune`` recorded on this chip, else the tiler's first choice; True measures at the first call of a problem
+    that has no record (never while a CUDA graph is captured); False ignores records. FLASHGEN_TUNE is the default.
+    plan: Plan fields to force, e.g. ``{"block_q": 64}``.
     Raises VariantError, DeviceError (unknown target).
     """
     return Kernel(variant, target=target, family=family, deterministic=deterministic, tune=tune, plan=plan)
@@ -70,13 +73,14 @@ class Kernel:
         known = [name for names in families.KNOWN.values() for name in names]
         if family is not None and family not in known:
             raise VariantError(f"family={family!r}: the families are {', '.join(known)}.")
-        if tune:
-            raise VariantError("tune=True: the autotuner is not available in this version; leave tune at None.")
+        if tune is not None and not isinstance(tune, bool):
+            raise VariantError(f"tune={tune!r}: True tunes at the first call, None uses a recorded winner, False ignores records.")
         integers = plan is None or (isinstance(plan, Mapping) and all(isinstance(n, str) and type(v) is int for n, v in plan.items()))
         if not integers:
             raise VariantError(f"plan={plan!r}: a dict from Plan field names to integers.")
         self.variant, self.target, self.family, self.deterministic = variant, target, family, deterministic
         self.forced = None if plan is None else tuple(sorted(plan.items()))
+        self.tune = settings.tune() if tune is None else tune
         self._handles: dict[Any, str] = {}
         # Nothing that changes from call to call, and gradients for q, k and v alone: calls of known shapes can be repeated.
         self._plain = not (variant.inputs or variant.volatile or variant.sink) and not variant.plain.captures
@@ -150,15 +154,22 @@ class Kernel:
 
     def explain(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
         """What was proved, what bounds the tile, predicted traffic and time."""
-        form, problem, target = self._describe(which, q, k, v, call)
-        shape = explain.Shape.of(q, k) if q is not None and q.dim() == 4 else explain.Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
-        numbers = self._traced(call.get("inputs") or {})
-        return explain.explain(form, problem, target, shape, family=self.family, forced=dict(self.forced or ()), numbers=numbers)
+        form, problem, target = self._describe(which, q, k, v, dict(call))
+        shape, numbers = self._shape(q, k, problem), self._traced(call.get("inputs") or {})
+        forced, use_records = dict(self.forced or ()), self.tune is not False
+        return explain.explain(form, problem, target, shape, family=self.family, forced=forced, use_records=use_records, numbers=numbers)
+
+    def traffic(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Traffic:
+        """The predicted bytes and operations that ``explain`` prints, as numbers."""
+        form, problem, target = self._describe(which, q, k, v, dict(call))
+        shape, plan = self._shape(q, k, problem), self._choose(form, problem, target)
+        return predict(problem, target, shape, plan, census(form, problem, plan, shape, self._traced(call.get("inputs") or {})))
 
     def build(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Binary:
         """Compile now, without a call and without a GPU; the Binary carries the resource report."""
         form, problem, target = self._describe(which, q, k, v, call)
-        return pipeline.prepare(form, problem, target, family=self.family, forced=dict(self.forced) if self.forced else None).binary
+        forced = dict(self.forced) if self.forced else None
+        return pipeline.prepare(form, problem, target, family=self.family, forced=forced, use_records=self.tune is not False).binary
 
     # ---- inside
 
@@ -179,7 +190,7 @@ class Kernel:
     def _handle(self, form: str, layout: str, max_scores: bool, out_low: bool) -> str:
         found = self._handles.get((form, layout, max_scores, out_low))
         if found is None:
-            found = _handle_text(form, layout, max_scores, out_low, self.target, self.family, self.forced)
+            found = _handle_text(form, layout, max_scores, out_low, self.target, self.family, self.forced, self.tune)
             self._handles[(form, layout, max_scores, out_low)] = found
         return found
 
@@ -242,9 +253,10 @@ class Kernel:
 
     def _attend(self, call: Call, traced: Traced, layout: str, max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
         form = _form_text(traced, call.captures)
-        return ops.attend(call, traced.score_slots, lambda learned: self._handle(form, layout, max_scores, learned), self._is_deterministic())
+        return ops.attend(call, traced.score_slots, lambda learned: self._handle(form, layout, max_scores, learned), self.is_deterministic())
 
-    def _is_deterministic(self) -> bool:
+    def is_deterministic(self) -> bool:
+        """Whether gradients must be bitwise repeatable, now."""
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
     def _scale(self, q: Tensor) -> float:
@@ -256,7 +268,7 @@ class Kernel:
         return q.device.type if isinstance(q, Tensor) else "cpu"
 
     def _choose(self, form: Any, problem: Problem, target: Target) -> Plan:
-        return pipeline.planned(form, problem, target, self.family, dict(self.forced) if self.forced else None)
+        return pipeline.planned(form, problem, target, self.family, dict(self.forced) if self.forced else None, use_records=self.tune is not False)
 
     def _describe(self, which: str, q: Any, k: Any, v: Any, call: dict[str, Any]) -> tuple[Any, Problem, Target]:
         """Form, Problem and Target that a call with these arguments has; no tensors: a bfloat16 problem of DEFAULT_LENGTH."""
@@ -274,6 +286,20 @@ class Kernel:
                 Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, capture_grads=slots if which == "backward" else (), size=size),
                 target,
             )
+        made, traced, handle = self._call(q, k, v, call)
+        target = targets.parse(self.target) if self.target else calls.resolve_target(None, made.q.device)
+        form = Form.parse(handle.form)
+        made = calls.prepared(made)
+        aligned = calls.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
+        if which == "forward":
+            form, made, _ = calls.packed_heads(form, made)
+            return form, calls.forward_problem(handle, made, aligned), target
+        wants, learned = _wanted(made, traced)
+        low = made.q if learned and made.q.element_size() == 2 else made.q.new_empty(0)
+        return form, calls.backward_problem(handle, made, Backward(made.q, None, made.q, low, made.q, wants, learned, self.is_deterministic()), aligned), target
+
+    def _call(self, q: Any, k: Any, v: Any, call: dict[str, Any]) -> tuple[Call, Traced, Handle]:
+        """The call that these arguments make, of ``kernel(...)`` or of ``kernel.varlen(...)``, and the name of its kernels."""
         varlen = "cu_seqlens_q" in call
         wanted = checks.aux(call.pop("return_aux", False))
         layout = call.pop("layout", "bhld")
@@ -286,29 +312,19 @@ class Kernel:
             made, traced = self._packed(q, k, v, first[0], first[1], first[2], first[3], *common)
         else:
             made, traced = self._dense(q, k, v, first[0], *common, layout=layout)
-        target = targets.parse(self.target) if self.target else calls.resolve_target(None, made.q.device)
         learned = any(made.captures[n].requires_grad for n in traced.score_slots)
-        form = Form.parse(_form_text(traced, made.captures))
-        handle = Handle(form.text, "varlen" if varlen else "dense", True, "max_scores" in wanted, learned)
-        made = calls.prepared(made)
-        aligned = calls.strides_aligned((made.q, made.k, made.v)) and not any(t.data_ptr() % 16 for t in (made.q, made.k, made.v))
-        if which == "forward":
-            form, made, _ = calls.packed_heads(form, made)
-            return form, calls.forward_problem(handle, made, aligned), target
-        wants = [t.requires_grad for t in (q, k, v)]
-        slots_list = [n for n in traced.score_slots if made.captures[n].requires_grad]
-        wants = wants if any(wants) or slots_list else [True] * 3
-        backward = Backward(
-            made.q,
-            None,
-            made.q,
-            made.q if slots_list and made.q.element_size() == 2 else made.q.new_empty(0),
-            made.q,
-            wants,
-            slots_list,
-            self._is_deterministic(),
-        )
-        return form, calls.backward_problem(handle, made, backward, aligned), target
+        form = _form_text(traced, made.captures)
+        name = ("varlen" if varlen else "dense", True, "max_scores" in wanted, learned, self.target, self.family, self.forced, self.tune)
+        return made, traced, Handle(form, *name)
+
+    def tunable(self, q: Any, k: Any, v: Any, call: dict[str, Any]) -> tuple[str, Call, list[bool], list[int]]:
+        """For the autotuner: the handle and the Call of these arguments; which of dq, dk, dv and which captured gradients a backward computes."""
+        made, traced, handle = self._call(q, k, v, dict(call))
+        return handle.text, made, *_wanted(made, traced)
+
+    @staticmethod
+    def _shape(q: Any, k: Any, problem: Problem) -> Shape:
+        return Shape.of(q, k) if q is not None and q.dim() == 4 else Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()
@@ -317,9 +333,18 @@ class Kernel:
         return f"Kernel({self.variant!r}, target={self.target!r})"
 
 
+def _wanted(made: Call, traced: Traced) -> tuple[list[bool], list[int]]:
+    """The gradients of q, k and v that a backward computes (all, where nothing requires grad), and the captures whose gradient it computes."""
+    wants = [t.requires_grad for t in (made.q, made.k, made.v)]
+    slots = [n for n in traced.score_slots if made.captures[n].requires_grad]
+    return wants if any(wants) or slots else [True] * 3, slots
+
+
 @dynamo.constant
-def _handle_text(form: str, layout: str, max_scores: bool, out_low: bool, target: str | None, family: str | None, forced: tuple | None) -> str:
-    return Handle(form, layout, True, max_scores, out_low, target, family, forced).text
+def _handle_text(
+    form: str, layout: str, max_scores: bool, out_low: bool, target: str | None, family: str | None, forced: tuple | None, tune: bool | None
+) -> str:  # fmt: skip
+    return Handle(form, layout, True, max_scores, out_low, target, family, forced, tune).text
 
 
 def _form_text(traced: Traced, captures: list[Tensor]) -> str:

@@ -6,11 +6,12 @@ and neither sympy nor jinja2 is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import abi, build, cache, families, settings
+from . import abi, build, cache, families, records, settings
 from .errors import CompileError, FlashgenError
 from .form import Form
 from .plan import Plan
@@ -58,14 +59,29 @@ def choose_plan(form: Form, problem: Problem, target: Target, family: str | None
     return plan(analyze(form), problem, target, name, forced)
 
 
-def _index_key(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> str:
-    return cache.digest(form.text, problem, target, family, dict(forced or {}), cache.package_digest(), build.compiler_version(target))
+def _index_key(
+    form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None, recorded: Plan | None
+) -> str:  # fmt: skip
+    return cache.digest(form.text, problem, target, family, dict(forced or {}), recorded, cache.package_digest(), build.compiler_version(target))
 
 
-def planned(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> Plan:
-    """The plan that a call runs with: the one that was built (its build may have refused the first choice), else the first choice."""
+def recorded(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> Plan | None:
+    """The winner that the tuner recorded for this problem on this chip, or None (also where there is no compiler: then nothing was ever measured)."""
     try:
-        entry = cache.current().get_index(_index_key(form, problem, target, family, forced))
+        return records.winner(records.key(form, problem, target, family, forced))
+    except CompileError:
+        return None
+
+
+def planned(
+    form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None, *, use_records: bool = True
+) -> Plan:  # fmt: skip
+    """The plan that a call runs with: the recorded winner, else the one that was built (its build may have refused the first choice), else the first choice."""
+    found = recorded(form, problem, target, family, forced) if use_records else None
+    if found is not None:
+        return found
+    try:
+        entry = cache.current().get_index(_index_key(form, problem, target, family, forced, None))
     except FlashgenError:  # no compiler here: planning needs none
         entry = None
     return choose_plan(form, problem, target, family, forced) if entry is None else _entry_plan(entry, problem)
@@ -75,26 +91,33 @@ def _entry_plan(entry: Mapping[str, Any], problem: Problem) -> Plan:
     return Plan(entry["family"], problem.which, tuple((n, v) for n, v in entry["fields"]))
 
 
-def prepare(form: Form, problem: Problem, target: Target, *, family: str | None = None, forced: Mapping[str, int] | None = None) -> Executable:
-    """Plan, emit and build one pass, or find it in the cache."""
+def prepare(
+    form: Form, problem: Problem, target: Target, *, family: str | None = None, forced: Mapping[str, int] | None = None, use_records: bool = True
+) -> Executable:  # fmt: skip
+    """Plan, emit and build one pass, or find it in the cache. A recorded winner of the tuner decides the plan unless ``use_records`` is off."""
     store = cache.current()
     use_index = settings.override() is None and settings.dump() is None
-    key = _index_key(form, problem, target, family, forced)
+    tuned = recorded(form, problem, target, family, forced) if use_records else None
+    key = _index_key(form, problem, target, family, forced, tuned)
     entry = store.get_index(key) if use_index else None
     if entry is not None:
         binary = store.get_binary(entry["binary"])
         if binary is not None:
-            return _executable(form, problem, target, _entry_plan(entry, problem), binary)
-    plan, binary_key, binary = _compile_first_clean(form, problem, target, family, forced)
+            return executable(form, problem, target, _entry_plan(entry, problem), binary)
+    if tuned is not None:
+        plan = tuned
+        binary_key, binary = build.build_cached(emit_source(form, problem, target, plan), target)
+    else:
+        plan, binary_key, binary = _compile_first_clean(form, problem, target, family, forced)
     store.put_index(key, {"binary": binary_key, "family": plan.family, "fields": [list(f) for f in plan.fields]})
-    return _executable(form, problem, target, plan, binary)
+    return executable(form, problem, target, plan, binary)
 
 
 MOST_BUILDS = 8  # plans that are built in search of one without spills
 HOPELESS_BYTES = 64  # spills from which on no other unrolling or staging of the same tile is tried
 
 
-def _spilled(binary: Binary) -> int:
+def spilled_bytes(binary: Binary) -> int:
     """Bytes that a build spills, or far more for what the reports' other faults cost."""
     entries = binary.report.entries
     spilled = sum(e.spill_stores + e.spill_loads + e.stack_bytes for e in entries)
@@ -104,8 +127,11 @@ def _spilled(binary: Binary) -> int:
 def _compile_first_clean(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> tuple[Plan, str, Binary]:
     """Build the best plan; a 16-bit GPU kernel that spills is refused and the tiler's next plan taken. If all spill, the one that spills least."""
     first = choose_plan(form, problem, target, family, forced)
+    if settings.debug() >= 2:
+        for c in ranked(form, problem, target, first.family, forced):
+            print(f"flashgen: {c.plan}: {'; '.join(c.rejected) or f'{c.cost:.4g} clocks a pair'}", file=sys.stderr)
     key, binary = build.build_cached(emit_source(form, problem, target, first), target)
-    best = (_spilled(binary), first, key, binary)
+    best = (spilled_bytes(binary), first, key, binary)
     if target.kind == "cuda" and problem.dtype_bytes == 2 and best[0]:
         tile = lambda plan: tuple(n for name, n in plan.fields if name in ("block_q", "block_kv", "warps", "ctas", "dq_block_kv"))  # noqa: E731
         hopeless, built = {tile(first)} if best[0] > HOPELESS_BYTES else set(), 1
@@ -119,7 +145,7 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
                 key, binary = build.build_cached(emit_source(form, problem, target, candidate.plan), target)
             except CompileError:
                 continue
-            spilled = _spilled(binary)
+            spilled = spilled_bytes(binary)
             if spilled < best[0]:
                 best = (spilled, candidate.plan, key, binary)
             if spilled > HOPELESS_BYTES:
@@ -127,7 +153,8 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
     return best[1:]
 
 
-def _executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
+def executable(form: Form, problem: Problem, target: Target, plan: Plan, binary: Binary) -> Executable:
+    """The pass of a plan and its binary."""
     family = families.get(plan.family)
     extras = tuple(family.params(problem, plan))
     return Executable(form, problem, target, plan, abi.params(form, problem, extras, family.grad_type(problem)), binary)

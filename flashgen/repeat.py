@@ -6,6 +6,7 @@ check of such a call depends on what the signature holds, so a call seen before 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops
+from . import calls, ops
 from .calls import Backward, Call, bound_backward, bound_forward, output_like, prepared
 
 Maker = Callable[[Tensor], Tensor]
@@ -38,6 +39,16 @@ def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == k.dtype == v.dtype == torch.get_autocast_dtype(q.device.type)
 
 
+_all: weakref.WeakSet[Repeat] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Drop what calls remember of passes they loaded, so that the next call of each looks for a tuning record again."""
+    calls.forget()
+    for repeat in _all:
+        repeat.stale = True
+
+
 class Repeat:
     """One shape of a kernel: the packed arguments of its forward and of each kind of backward."""
 
@@ -55,11 +66,13 @@ class Repeat:
         tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out}
         self._forward = bound_forward(text, call, tensors, torch.empty_like(self._lse), aligned=True)
         self._backward: dict[Any, tuple[Any, list[Maker | None]]] = {}
+        self.stale = False
+        _all.add(self)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None) -> Tensor | None:
         """The output, differentiable; None if these tensors need the long way after all."""
         bits = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-        if bits or q.is_neg() or k.is_neg() or v.is_neg():
+        if bits or self.stale or q.is_neg() or k.is_neg() or v.is_neg():
             return None
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Attention.apply(self, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic, q, k, v)

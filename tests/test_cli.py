@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +14,9 @@ import pytest
 import torch
 
 import flashgen
+from flashgen import tune
 from flashgen.__main__ import find_variant, main
+from flashgen.tune import Effort
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,14 +68,38 @@ def test_a_standalone_file_compiles_with_nothing_else(capsys, tmp_path):
     path = tmp_path / "kernel.cpp"
     run(capsys, "emit", "--variant", "causal", "--target", "cpu", "--dtype", "float32", "--head-dim", "64", "--standalone", "-o", str(path))
     assert '#include "fg/' not in path.read_text()
-    done = subprocess.run(["g++", "-std=c++17", "-march=native", "-fopenmp", "-fsyntax-only", path], capture_output=True, text=True)
+    command = ["g++", "-std=c++17", "-O1", "-march=native", "-fopenmp", "-fPIC", "-shared", path, "-o", tmp_path / "kernel.so"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert ctypes.CDLL(str(tmp_path / "kernel.so")).fg_forward
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90a"])
-def test_a_standalone_file_for_a_gpu_holds_every_header(capsys, target):
-    text = run(capsys, "emit", "--variant", "causal", "--target", target, "--standalone", "--which", "backward")
-    assert '#include "fg/' not in text and "// ---- fg/base.h" in text and "mma" in text
+STANDALONE = {
+    "sm80": ("--target", "sm80", "--which", "backward"),
+    "sm90a": ("--target", "sm90a", "--variant", "relative_bias(torch.zeros(16, 33))"),
+    "sm90": ("--target", "sm90a", "--family", "sm90", "--variant", "Variant(mask=causal, score=softcap(30))"),
+}
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_a_standalone_file_for_a_gpu_compiles_with_nothing_else(capsys, name, tmp_path):
+    options = STANDALONE[name]
+    text = run(capsys, "emit", "--standalone", "--head-dim", "64", *options)
+    assert '#include "fg/' not in text and "// ---- fg/base.h" in text
+    arch = flashgen.target.parse(options[1]).arch
+    if shutil.which("nvcc"):
+        (tmp_path / "kernel.cu").write_text(text)
+        done = subprocess.run(["nvcc", f"-arch={arch}", "-std=c++17", "-cubin", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
+        assert nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def test_explain_says_what_was_proved_and_what_binds(capsys):
@@ -107,6 +135,63 @@ def test_info_lists_versions_targets_compilers_and_the_cache_and_cleans_it(capsy
     assert "1 index entries" in run(capsys, "info")
     assert "Removed" in run(capsys, "info", "--clean")
     assert "0 index entries" in run(capsys, "info")
+
+
+def test_tune_prints_its_tables_and_the_cache_tells_and_forgets_the_winners(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
+    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3))
+    shape = ("--dtype", "float32", "--head-dim", "16", "--heads", "2", "--length", "64")
+    text = run(capsys, "tune", "--variant", "Variant(mask=causal, sink=True)", *shape, "--no-backward")
+    assert "predicted ms" in text and "tiler's" in text and "forward: " in text and "backward" not in text
+    held = run(capsys, "cache", "info")
+    assert "1 tuned problems" in held and "tuned: forward, float32, head dims 16/16, short" in held and "block_q=" in held
+    assert "tuned: forward" in run(capsys, "info")
+    assert "1 tuned problems" not in run(capsys, "cache", "clean") and "1 tuned problems" in run(capsys, "cache", "info")
+    assert "and 1 tuned problems" in run(capsys, "cache", "clean", "--tuning")
+    held = run(capsys, "cache", "info")
+    assert "0 kernels, 0 index entries, 0 tuned problems" in held
+
+
+def test_tune_measures_a_preset_and_says_how_good_the_tiler_is(capsys, tmp_path, monkeypatch):
+    from flashgen.bench import record
+    from flashgen.bench.peers import Case
+
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
+    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3))
+    monkeypatch.setattr(record, "presets", lambda: {"cpu": [(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")]})
+    text = run(capsys, "tune", "--preset", "cpu", "--json", str(tmp_path / "table.json"))
+    assert text.count("tiler ") == 2 and "of the tuned best in" in text and "of 2 passes" in text
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert [row["what"] for row in table["rows"]] == ["forward", "backward"] and all(row["ratio"] >= 1 for row in table["rows"])
+    assert "the presets are" in fail(capsys, "tune", "--preset", "none")
+
+
+def test_mask_is_printed_and_drawn(capsys, tmp_path):
+    path = tmp_path / "mask.png"
+    text = run(capsys, "mask", "--variant", "causal", "--length", "256", "--block", "64", "--plot", str(path))
+    assert text.splitlines()[:4] == ["▒···", "█▒··", "██▒·", "███▒"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_draws_the_predicted_bytes(capsys, tmp_path):
+    path = tmp_path / "bytes.png"
+    run(capsys, "explain", "--variant", "causal", "--target", "sm90a", "--length", "2048", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_prints_ratios_and_keeps_json_and_a_plot(capsys, tmp_path, monkeypatch):
+    from flashgen.bench import measure, record
+    from flashgen.bench.peers import Case
+
+    monkeypatch.setattr(record, "presets", lambda: {"cpu": [(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")]})
+    monkeypatch.setitem(measure.TARGET_SECONDS, "cpu", 0.001)
+    text = run(capsys, "bench", "--preset", "cpu", "--rounds", "1", "--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.png"))
+    assert "sdpa" in text and "geometric mean" in text
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["forward", "both"] and all(set(row["ms"]) == {"flashgen", "sdpa"} and row["bytes"] > 0 for row in rows)
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_names_its_presets_and_needs_the_device_it_measures(capsys):

@@ -44,3 +44,26 @@ def test_training_with_flashgen_follows_sdpa(variant, tmp_path):
 def test_one_attention_alone_can_be_trained(tmp_path):
     run_example("train_gpt.py", "--attention", "flashgen", "--steps", "1", "--batch", "1", "--length", "16", "--device", "cpu", "--out", str(tmp_path))
     assert list(json.loads((tmp_path / "losses.json").read_text())["runs"]) == ["flashgen"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("custom_score.py", "largest error against float64"),
+        ("window_softcap.py", "What bounds the tile"),
+        ("documents.py", "packed sequences: largest error"),
+        ("learned_bias.py", "the tables differ by 0.0"),
+        ("hugging_face.py", "largest difference from eager"),
+    ],
+)
+def test_short_examples_check_themselves(name, line):
+    if name == "hugging_face.py":
+        pytest.importorskip("transformers")
+    assert line in run_example(name)
+
+
+def test_every_example_is_listed_and_run():
+    files = {path.name for path in (ROOT / "examples").glob("*.py")}
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert all(f"`{name}`" in listed for name in files)
+    assert all(f'"{name}"' in Path(__file__).read_text() for name in files)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .peers import Case, peers
 ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the table
 TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round
 FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # cost of a pass, by the usual convention
+TRAFFIC = {"forward": 1.0, "backward": 2.0, "both": 3.0}  # compulsory bytes, likewise: a backward reads q, k, v, out, dout and writes three gradients
 
 Step = Callable[[], Any]
 
@@ -62,14 +63,14 @@ def _time_ms(steps: list[Step], device: str, calls: int) -> float:
     return best * 1e3
 
 
-def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, family: str | None = None) -> dict[str, Any]:
+def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, family: str | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
     """``what``: "forward" (no grad), "backward" or "both". Milliseconds per peer (the median of the rounds) and TFLOP/s by the case's exact pairs."""
     sets = _inputs(case, device, grad=what != "forward")
     ready: dict[str, tuple[list[Step], int]] = {}
     failed: dict[str, str] = {}
     times: dict[str, list[float]] = {}
     with torch.no_grad() if what == "forward" else torch.enable_grad():
-        for name, call in peers(case, device, family).items():
+        for name, call in peers(case, device, family, only).items():
             try:
                 steps = _steps(call, sets, what)
                 steps[0]()
@@ -88,6 +89,7 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
     return {
         "case": case.name, "what": what, "ms": {n: round(t, 4) for n, t in medians.items()}, "spread": {n: round(max(t) / min(t), 3) for n, t in times.items()},
         "tflops": {n: round(flops / t / 1e9, 3) for n, t in medians.items()}, "failed": failed,
+        "flops": flops, "bytes": case.bytes() * TRAFFIC[what],
     }  # fmt: skip
 
 

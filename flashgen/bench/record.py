@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,9 @@ def environment(device: str) -> dict[str, Any]:
     else:
         chip = targets.detect_cpu()
         found |= {"device": chip.chip, "amx": "amx_bf16" in chip.features, "threads": torch.get_num_threads()}
-    return found | {"trees": trees()}
+    chip = targets.detect(torch.cuda.current_device()) if device == "cuda" else targets.detect_cpu()
+    roof = {"chip": chip.chip, "tflops": {"bfloat16": chip.tensor_tflops, "float16": chip.tensor_tflops}, "gbs": chip.hbm_gbs}
+    return found | {"roof": roof, "trees": trees()}
 
 
 def trees() -> dict[str, str]:
@@ -79,11 +81,13 @@ def _driver() -> str:
     return query.stdout.strip().splitlines()[0] if query.returncode == 0 and query.stdout.strip() else "unknown"
 
 
-def run(cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None) -> dict[str, Any]:
+def run(
+    cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None, only: Sequence[str] = ()
+) -> dict[str, Any]:  # fmt: skip
     """Measure every case, printing a line each; the rows come with the environment and a summary."""
     rows = []
     for case, what in cases:
-        rows.append(measure(case, device, what, rounds=rounds, family=family))
+        rows.append(measure(case, device, what, rounds=rounds, family=family, only=only))
         print(line(rows[-1]), flush=True)
     return {"environment": environment(device), "family": family, "rows": rows, "summary": summary(rows)}
 

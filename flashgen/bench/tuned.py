@@ -1,0 +1,36 @@
+"""Tuned: how good the tiler's first choice is, over a list of cases; ``python -m flashgen tune --preset gpu``.
+
+Cases, device -> a table of the untuned and the tuned time of each pass, from ``flashgen.autotune``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import flashgen
+
+from .peers import Case, make_variant
+from .record import environment
+
+GOOD = 1.05  # the tiler's choice is good where it is at most this much slower than the tuned best
+
+
+def run(cases: Iterable[Case], device: str, family: str | None = None) -> dict[str, Any]:
+    """Tune every case, forward and backward, printing a line for each pass; the rows come with the environment and the share of good choices."""
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
+        q, k, v = (torch.randn(shape, device=device).to(getattr(torch, case.dtype)) for shape in shapes)
+        report = flashgen.autotune(flashgen.compile(make_variant(case), family=family), q, k, v)
+        for measured in report.passes:
+            first, best = measured.rows[0].hot_ms, measured.rows[measured.chosen].hot_ms
+            row = {"case": case.name, "what": measured.which, "tiler_ms": first, "tuned_ms": best, "ratio": round(measured.gain, 4)}
+            rows.append(row | {"plans": len(measured.rows), "seconds": measured.seconds})
+            times = f"tiler {first:9.4f} ms  tuned {best:9.4f} ms  {measured.gain:.3f}x"
+            print(f"{case.name:48s} {measured.which:9s} {times}  {measured.seconds:5.1f} s", flush=True)
+    good = sum(row["ratio"] <= GOOD for row in rows)
+    print(f"The tiler's choice is within {GOOD - 1:.0%} of the tuned best in {good} of {len(rows)} passes.")
+    return {"environment": environment(device), "family": family, "rows": rows, "good": good}
