@@ -5,7 +5,7 @@ Form -> Facts. Example: ``analyze(form).kv_bounds`` for causal is one upper limi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import bounds, derivative, ranges
@@ -24,6 +24,7 @@ class Facts:
     has_mask: bool
     kv_bounds: Any  # ranges.All | Any_ | Limit: the keys a row can see
     q_bounds: Any
+    kv_prefix: bool  # without a mask, or as far as its form tells, a row that sees a key sees all before it
     kv_bounded: bool  # the loop over keys has a closed form on at least one side
     score_affine: bool  # score = a * s + c with a, c free of s
     score_ops: int  # operations per (query, key) pair in the score
@@ -77,8 +78,8 @@ def analyze(form: Form) -> Facts:
         if form.nodes[i].op == "load" and form.nodes[i].type not in FLOATS and form.depends[i] & bounds.AXES
     }
     return Facts(
-        has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_bounded=kv != ranges.UNBOUNDED, score_affine=_affine(form),
-        score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
+        has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_prefix=kv_prefix(form), kv_bounded=kv != ranges.UNBOUNDED,
+        score_affine=_affine(form), score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
         block=max((x.size for x in blocks if x.size > 1), default=0),
@@ -98,6 +99,20 @@ def _affine(form: Form) -> bool:
     slope = derivative.score_slope(graph)
     extended = graph.extended()
     return "s" not in extended.depends[slope]
+
+
+def kv_prefix(form: Form) -> bool:
+    """The mask is made of comparisons by "and" and "or" alone, each an upper limit of the key."""
+    todo = [form.mask] if form.mask >= 0 else []
+    while todo:
+        i = todo.pop()
+        if form.nodes[i].op in ("and", "or"):
+            todo.extend(form.nodes[i].args)
+            continue
+        bounds = ranges.axis_bounds(replace(form, mask=i), "k")
+        if not isinstance(bounds, ranges.Limit) or not bounds.upper:
+            return False
+    return True
 
 
 def describe(bounds: Any, axis: str, form: Form) -> str:

@@ -25,6 +25,7 @@ from .packing import pack_group
 from .pipeline import prepare
 from .plan import size_class
 from .problem import Problem
+from .score_bounds import static_bounds
 from .tables import block_bounds
 
 
@@ -128,8 +129,12 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def strides_aligned(tensors: Iterable[Tensor]) -> bool:
-    """Every row starts on 16 bytes if the first one does."""
-    return all(s * t.element_size() % 16 == 0 or n <= 1 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1]))
+    """Every row starts on 16 bytes if the first one does, and none is another one's: TMA knows no stride of 0 from row to row."""
+    return all(
+        (s * t.element_size() % 16 == 0 and (s > 0 or axis != t.dim() - 2)) or n <= 1
+        for t in tensors
+        for axis, (s, n) in enumerate(zip(t.stride()[:-1], t.shape[:-1]))
+    )
 
 
 def _starts_aligned(tensors: dict[str, Tensor], addresses: dict[str, int]) -> bool:
@@ -267,6 +272,7 @@ def prepared(c: Call) -> Call:
     real = torch.float64 if c.q.dtype == torch.float64 else torch.float32
     integers: dict[str, Any] = {n: stored(t).contiguous() for n in ("seqlens_k", "cu_seqlens_q", "cu_seqlens_k") if (t := getattr(c, n)) is not None}
     captures = [stored(t) if t.numel() else t.new_zeros([max(n, 1) for n in t.shape]) for t in c.captures]
+    captures = [t if t.dim() == 0 or t.stride(-1) < 1 << 28 else t.contiguous() for t in captures]  # kernels take it as an int, in bytes
     sink = None if c.sink is None else stored(c.sink.detach()).to(real).contiguous()
     return c._replace(q=_rows(q), k=_rows(k), v=_rows(v), sink=sink, captures=captures, **integers)
 
@@ -337,7 +343,10 @@ def backward_problem(handle: Handle, c: Call, b: Backward, aligned: bool) -> Pro
 
 
 def forward_problem(handle: Handle, c: Call, aligned: bool) -> Problem:
-    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=keeps_low(handle, c.q))
+    form = parse_handle(handle.text)[1]
+    return _problem(
+        handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=keeps_low(handle, c.q), **static_bounds(form, c.floats, c.scale)
+    )
 
 
 def keeps_low(handle: Handle, q: Tensor) -> bool:

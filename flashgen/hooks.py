@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from . import bounds, derivative, ranges
-from .form import Form, Node
+from .form import Form
 from .interval import Evaluator, PrintedSpans
-from .language import FLOATS
-from .printer import C_TYPES, Printer
+from .language import BOOL, INT
+from .printer import C_TYPES, SUM, Printer
 from .problem import Problem
+from .rewrite import exact_nodes, multiply_by_reciprocals, unscaled
 
 Tables = Mapping[int, int]  # of captured tensors, see bounds.tables
 
-_LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads"}
+# what a comparison of k with a bound says of the half-open interval of keys
+_BOUNDS = {"le": ("end", "int_min", " + 1"), "lt": ("end", "int_min", ""), "ge": ("begin", "int_max", ""), "gt": ("begin", "int_max", " + 1")}
+_SWAPPED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
+_LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads",
+           "scale": "p.scale"}  # fmt: skip
 
 
 @dataclass
@@ -46,6 +51,8 @@ class Hooks:
     kv_from: list[str]  # these three where a row of tiles (of keys, of rows) has several ranges
     kv_before: list[str]
     q_from: list[str]
+    visible: list[str]  # where the keys of a row are one interval
+    gain: list[str]  # with raw scores: the factor that score() leaves out
 
 
 def _stage(depends: frozenset[str]) -> str | None:
@@ -55,16 +62,17 @@ def _stage(depends: frozenset[str]) -> str | None:
     return "row" if "q" in depends else "col" if "k" in depends else "uniform"
 
 
-def make(form: Form, problem: Problem) -> Hooks:
-    """All hook functions of one pass."""
+def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
+    """All hook functions of one pass. ``raw``: a forward whose score function is given q . k unscaled, see ``rewrite``."""
     form = multiply_by_reciprocals(form) if problem.real == "float" else form
+    form, gain = unscaled(form, positive_gain=problem.positive_gain) if raw else (form, -1)
     graph = derivative.Graph(form)
     backward = problem.which == "backward"
     slope = derivative.score_slope(graph) if backward and form.score >= 0 else -1
     gradients = derivative.load_slopes(graph, problem.capture_grads) if backward else []
     extended = graph.extended()
-    roots = [r for r in (form.score, form.mask, slope, *(g for _, g in gradients), *(i for i, _ in gradients)) if r >= 0]
-    stages = _Stages(extended, problem.real, roots)
+    roots = [r for r in (form.score, form.mask, gain, slope, *(g for _, g in gradients), *(i for i, _ in gradients)) if r >= 0]
+    stages = _Stages(extended, problem.real, roots, raw=raw)
 
     score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"]) if form.score >= 0 else []
     both = lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]  # noqa: E731
@@ -93,48 +101,40 @@ def make(form: Form, problem: Problem) -> Hooks:
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"),
+        _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
     )  # fmt: skip
 
 
-def exact_nodes(form: Form) -> set[int]:
-    """Nodes that masks and indices of captured tensors are made of: IEEE operations, each rounded on its own."""
-    found = form.reachable(form.mask)
-    for node in form.nodes:
-        if node.op == "load" or (node.op == "cast" and node.type not in FLOATS):
-            for a in node.args:
-                found |= form.reachable(a)
-    return found
-
-
-def multiply_by_reciprocals(form: Form) -> Form:
-    """The same form with x / y as x * (1 / y) in the score where y is the same for a whole head: one division per head instead of one per score.
-
-    An ulp apart from a division; masks keep theirs, and so does float64.
-    """
-    exact, nodes, place = exact_nodes(form), [], []  # type: ignore[var-annotated]
-
-    def add(node: Node) -> int:
-        nodes.append(node)
-        return len(nodes) - 1
-
-    one = None
-    for i, node in enumerate(form.nodes):
-        args = tuple(place[a] for a in node.args)
-        inner = node.op == "div" and i not in exact and _stage(form.depends[node.args[1]]) == "uniform" and _stage(form.depends[node.args[0]]) != "uniform"
-        if not inner:
-            place.append(add(node._replace(args=args)))
+def _visible(form: Form, stages: _Stages) -> list[str]:
+    """Body of visible: a mask whose every comparison, joined by "and", bounds k on one side by an int that is known without k."""
+    bounds, todo = [], [form.mask] if form.mask >= 0 else []
+    while todo:
+        node = form.nodes[todo.pop()]
+        if node.op == "and" and node.type == BOOL:
+            todo.extend(reversed(node.args))
             continue
-        one = add(Node("const", node.type, (), 1.0)) if one is None or nodes[one].type != node.type else one
-        place.append(add(Node("mul", node.type, (args[0], add(Node("div", node.type, (one, args[1])))))))
-    moved = lambda root: place[root] if root >= 0 else -1  # noqa: E731
-    return Form(tuple(nodes), moved(form.score), moved(form.mask), form.captures, form.floats, form.ints, form.sink)
+        sides = [form.nodes[a].op == "k" for a in node.args]
+        if node.op not in _BOUNDS or sides not in ([True, False], [False, True]):
+            return []
+        bound = node.args[sides.index(False)]
+        if "k" in form.depends[bound] or form.nodes[bound].type != INT:
+            return []
+        bounds.append((_BOUNDS[node.op] if sides[0] else _BOUNDS[_SWAPPED[node.op]], bound))
+
+    def finish(p: Printer) -> list[str]:
+        lines = ["int begin = 0, end = u.lens.kv_len;"]
+        for (name, function, shift), bound in bounds:
+            lines.append(f"{name} = fg::{function}({name}, {p.expression(bound, SUM)}{shift});")
+        return [*lines, "return fg::Range{begin, end};"]
+
+    return stages.function([bound for _, bound in bounds], finish) if bounds else []
 
 
 class _Stages:
     """Assigns nodes to Uniform, Row and Col and prints functions over them."""
 
-    def __init__(self, form: Form, real: str, roots: list[int]):
-        self.form, self.real = form, real
+    def __init__(self, form: Form, real: str, roots: list[int], *, raw: bool):
+        self.form, self.real, self.raw = form, real, raw
         self.exact = frozenset(exact_nodes(form))
         self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage()}
         self.home: dict[int, str | None] = {}
@@ -154,7 +154,7 @@ class _Stages:
             self.stages[stage].fields.append((C_TYPES[form.nodes[i].type], self.field[i]))
         for name in ("uniform", "row", "col"):
             own = [i for i in sorted(crossing) if self.home[i] == name]
-            printer = Printer(form, real, lambda i, name=name: self._name(i, name), self.exact)  # type: ignore[misc]
+            printer = Printer(form, real, lambda i, name=name: self._name(i, name), self.exact, narrow=self.raw)  # type: ignore[misc]
             lines = list(printer.statements(own))
             self.stages[name].lines = lines + [f"{name[0]}.{self.field[i]} = {printer.expression(i)};" for i in own]
 
@@ -165,13 +165,15 @@ class _Stages:
         node = self.form.nodes[i]
         if node.op in _LEAVES:
             return _LEAVES[node.op]
+        if self.raw and node.op == "sub" and [self.form.nodes[a].op for a in node.args] == ["q", "k"]:
+            return "(d + step)"
         stage = self.home.get(i)
         if i in self.field and stage != inside:
             return f"{str(stage)[0]}.{self.field[i]}"
         return None
 
     def function(self, roots: list[int], finish) -> list[str]:  # type: ignore[no-untyped-def]
-        printer = Printer(self.form, self.real, lambda i: self._name(i, None), self.exact)
+        printer = Printer(self.form, self.real, lambda i: self._name(i, None), self.exact, narrow=self.raw)
         lines = list(printer.statements(roots))
         return lines + finish(printer)
 

@@ -21,6 +21,7 @@ from .language import Capture, dtype_name
 from .plan import Plan, size_class
 from .problem import Problem
 from .repeat import Repeat, signature
+from .score_bounds import static_bounds
 from .source import Binary
 from .target import Target
 from .traffic import Shape, Traffic, census, predict
@@ -280,12 +281,10 @@ class Kernel:
             slots = tuple(n for n in traced.score_slots if (t := traced.captures[n].tensor) is not None and t.requires_grad)
             target = targets.parse(self.target) if self.target else self._present()
             size = size_class(DEFAULT_LENGTH, DEFAULT_LENGTH)
-            sign = 1 if self.variant.scale is None else (self.variant.scale > 0) - (self.variant.scale < 0)
-            return (
-                traced.form,
-                Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, capture_grads=slots if which == "backward" else (), size=size),
-                target,
-            )
+            scale = float(dims[0]) ** -0.5 if self.variant.scale is None else self.variant.scale
+            fields = static_bounds(traced.form, traced.floats, scale) if which == "forward" else {"capture_grads": slots}
+            sign = (scale > 0) - (scale < 0)
+            return traced.form, Problem("bfloat16", *dims, which=which, sink=self.variant.sink, scale_sign=sign, size=size, **fields), target
         made, traced, handle = self._call(q, k, v, call)
         target = targets.parse(self.target) if self.target else calls.resolve_target(None, made.q.device)
         form = Form.parse(handle.form)

@@ -23,10 +23,10 @@ FLOAT_LIMIT = 2.0**128 - 2.0**103  # what rounds to an infinite float
 MAX_DEPTH = 24  # operations nested in one expression; what is deeper gets a name
 
 # C++ precedence, loosest first
-_OR, _XOR, _AND, _EQ, _LESS, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = range(10)
-_INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "eq": ("==", _EQ), "ne": ("!=", _EQ), "lt": ("<", _LESS), "le": ("<=", _LESS),
+_OR, _XOR, _AND, _EQ, _LESS, _SHIFT, SUM, _PRODUCT, _UNARY, _ATOM = range(10)
+_INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", _PRODUCT), "eq": ("==", _EQ), "ne": ("!=", _EQ), "lt": ("<", _LESS), "le": ("<=", _LESS),
           "gt": (">", _LESS), "ge": (">=", _LESS)}  # fmt: skip
-_CALLS = {"minimum": "minimum", "maximum": "maximum", "pow": "pow", "fmod": "fmod", "atan2": "atan2", "sign": "sign"}
+_CALLS = {"fma": "fma", "minimum": "minimum", "maximum": "maximum", "pow": "pow", "fmod": "fmod", "atan2": "atan2", "sign": "sign"}
 
 
 def real_literal(value: float, real: str) -> str:
@@ -45,8 +45,8 @@ class Printer:
     ``name(i)`` returns the C++ name under which node i is already available (a struct field, a parameter), or None.
     """
 
-    def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset()):
-        self.form, self.real, self.name = form, real, name
+    def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset(), *, narrow: bool = False):
+        self.form, self.real, self.name, self.narrow = form, real, name, narrow
         # products that must round on their own instead of fusing with a sum: comparisons of masks, float32 index arithmetic of a float64 problem
         self.exact = {form.nodes[i] for i in exact} if exact else set()
         self.lines: list[str] = []
@@ -106,6 +106,9 @@ class Printer:
                     return self._reference(node.args[0])  # no conversion: same C type
                 inner = self.expression(node.args[0])
                 return (f"{C_TYPES[node.type]}({inner})" if " " not in C_TYPES[node.type] else f"(({C_TYPES[node.type]})({inner}))"), _ATOM
+            case "real_distance":  # q - k + rest, exact below 2^24
+                rest = f" + {self.expression(node.args[2], _PRODUCT)}" if len(node.args) > 2 else ""
+                return f"{C_TYPES[node.type]}(d{rest}) + {C_TYPES[node.type]}(step)", SUM
             case "neg":
                 return f"-{self.expression(node.args[0], _UNARY + 1)}", _UNARY
             case "not":
@@ -154,7 +157,11 @@ class Printer:
     def _load(self, node: Node) -> str:
         capture = f"p.capture_{node.data}"
         terms = [f"fg::clamp_index({self.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args)]
-        element = f"{capture}[{' + '.join(terms) or '0'}]"
+        if self.narrow and terms:  # the last dimension's stride fits an int (calls.prepared), what comes before it may be hoisted
+            last = f"fg::clamp_index({self.expression(node.args[-1])}, {capture}_size_{len(terms) - 1}), (int){capture}_stride_{len(terms) - 1}"
+            element = f"fg::element({' + '.join([capture, *terms[:-1]])}, {last})"
+        else:
+            element = f"{capture}[{' + '.join(terms) or '0'}]"
         match node.type:
             case "real":
                 return f"real(fg::to_real({element}))"

@@ -102,7 +102,7 @@ def units() -> dict[str, Unit]:
 def text(n: int, unit: Unit) -> str:
     form, problem = unit.traced.form, unit.problem
     made = hooks.make(form, problem)
-    context = {"params": abi.params(form, problem).fields, "hooks": made, "varlen": False, "seqlens_k": False, "problem": problem}
+    context = {"params": abi.params(form, problem).fields, "hooks": made, "raw_scores": False, "varlen": False, "seqlens_k": False, "problem": problem}
     environment = emit._environment()
     parts = [environment.get_template(f"part/{name}.j2").render(context) for name in ("params", "hooks")]
     driver = DRIVER.format(

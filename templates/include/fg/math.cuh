@@ -16,7 +16,7 @@ FG_FN float approximate_log2(float x) { float y; asm("lg2.approx.f32 %0, %1;" : 
 FG_FN float approximate_tanh(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }            // 2^-11 relative
 FG_FN float approximate_sin(float x) { float y; asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }              // 2^-21 absolute in [-pi, pi]
 FG_FN float approximate_cos(float x) { float y; asm("cos.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }              // 2^-21 absolute in [-pi, pi]
-FG_FN float approximate_inverse(float x) { float y; asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }          // 1 ulp
+FG_FN float approximate_inverse(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }          // 1 ulp
 FG_FN float approximate_inverse_root(float x) { float y; asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }   // 2^-22 relative
 
 FG_FN float exp2(float x) { return FAST_MATH ? approximate_exp2(x) : ::exp2f(x); }
@@ -50,7 +50,7 @@ FG_FN float cosh(float x) { return ::coshf(x); }
 FG_FN float tanh(float x) {
   if (!FAST_MATH) return ::tanhf(x);
   if (IS_BF16<T>) return approximate_tanh(x);
-  return 1.0f - 2.0f * approximate_inverse(1.0f + approximate_exp2(x * (2.0f * (float)LOG2E)));
+  return ::fmaf(-2.0f, approximate_inverse(1.0f + approximate_exp2(x * (2.0f * (float)LOG2E))), 1.0f);
 }
 FG_FN float erf(float x) { return ::erff(x); }
 FG_FN float sigmoid(float x) { return FAST_MATH ? approximate_inverse(1.0f + approximate_exp2(x * -(float)LOG2E)) : 1.0f / (1.0f + ::expf(-x)); }
@@ -72,6 +72,7 @@ FG_FN float ceil(float x) { return ::ceilf(x); }
 FG_FN float trunc(float x) { return ::truncf(x); }
 FG_FN float round(float x) { return ::rintf(x); }  // half to even
 FG_FN float abs(float x) { return ::fabsf(x); }
+FG_FN float fma(float x, float y, float z) { return ::fmaf(x, y, z); }
 FG_FN float fmod(float x, float y) { return ::fmodf(x, y); }
 
 FG_FN double exp(double x) { return ::exp(x); }

@@ -22,6 +22,7 @@ FG_FN float round(float x) { return __builtin_rintf(x); }  // half to even
 FG_FN double round(double x) { return __builtin_rint(x); }
 FG_FN float abs(float x) { return __builtin_fabsf(x); }
 FG_FN double abs(double x) { return __builtin_fabs(x); }
+FG_FN float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 FG_FN float sqrt(float x) { return __builtin_sqrtf(x); }
 FG_FN double sqrt(double x) { return __builtin_sqrt(x); }
 FG_FN float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
