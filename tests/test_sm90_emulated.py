@@ -18,12 +18,13 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import abi, build, emit, families, target
+from flashgen import abi, bounds, build, emit, families, tables, target
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
+from flashgen.score_bounds import static_bounds
 
 TESTS = Path(__file__).parent
 INCLUDE = TESTS.parent / "templates" / "include"
@@ -56,6 +57,7 @@ class Case:
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
+MANY = torch.arange(2600, dtype=torch.int32) // 350 % 3  # documents that come back
 CASES = (
     Case("full"),
     Case("full, grouped heads", heads=(4, 2)),
@@ -66,8 +68,18 @@ CASES = (
     Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
     Case("window", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), lengths=(401, 401)),
     Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
+    Case("causal, many tiles", CAUSAL, (16, 16), lengths=(130, 2600)),
+    Case("window, many tiles", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=300, right=0)), (16, 16), lengths=(200, 2600)),
+    Case("window, 128", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=90, right=0)), (128, 128), lengths=(300, 700)),
+    Case("documents, many tiles", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY)), (16, 16), lengths=(200, 2600)),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
+    Case("soft-cap, float16", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), dtype=torch.float16),
+    Case("soft-cap, no maximum", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), lengths=(201, 201), nan=True),
+    Case("soft-cap of a negative cap", flashgen.Variant(score=lambda s, b, h, q, k: -3.0 * torch.tanh(s)), lengths=(70, 130)),
+    Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 2)),
+    Case("table of distances", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(torch.randn(2, 129))), heads=(2, 2)),
+    Case("quadratic", flashgen.Variant(score=lambda s, b, h, q, k: s + 0.1 * s * s)),
     Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1), max_scores=True),
     Case("masked NaN, stored by TMA", CAUSAL, nan=True, lengths=(201, 201)),
     Case("masked NaN, stored from registers", CAUSAL, plan={"store_registers": 1}, nan=True, lengths=(201, 201)),
@@ -111,7 +123,7 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0), seqlens_k=bool(case.seqlens_k),
-        max_scores=case.max_scores,
+        max_scores=case.max_scores, **static_bounds(form, traced.floats, scale),
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
@@ -132,6 +144,9 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
         values[f"capture_{n}"] = c.tensor.data_ptr()
         for d in range(c.tensor.dim()):
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
+    made = {n: tables.block_bounds(traced.captures[n].tensor, blocked) for n, blocked in bounds.tables(form, problem).items()}
+    for n, (least, most) in made.items():
+        values |= {f"least_{n}": least.data_ptr(), f"most_{n}": most.data_ptr()}
     packed = abi.params(form, problem, tuple(sm90.params(problem, plan))).pack(values)
     assert len(packed) == library.params_bytes()
     launch = sm90.launches(problem, plan, sizes)[0]

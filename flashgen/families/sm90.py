@@ -22,6 +22,8 @@ GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persiste
 # 504 for 384 threads, else 512.
 REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
+MOST_REGISTERS = 256  # that setmaxnreg can give a thread
+MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
 SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
 
 
@@ -40,12 +42,14 @@ def refuse(problem: Problem, target: Target) -> list[str]:
         reasons.append(f"sm90 computes float16 and bfloat16, not {problem.dtype}")
     if max(problem.head_dim_qk, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"sm90 takes head dims up to {MAX_HEAD_DIM}, not ({problem.head_dim_qk}, {problem.head_dim_v})")
+    if problem.size == "few":
+        reasons.append("sm90 has no splits over keys yet, which few query rows need")
     if problem.layout != "dense":
         reasons.append(f"sm90 has no {problem.layout} layout yet")
     if problem.dropout:
         reasons.append("sm90 has no dropout yet")
     if not problem.aligned:
-        reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes and their strides be multiples of 16 bytes")
+        reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes, a multiple of 16 bytes above 0 apart")
     return reasons
 
 
@@ -71,12 +75,16 @@ def _consumer_registers(fields: dict[str, Any]) -> Any:
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
     dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
+    masked, long = facts.has_mask, problem.size == "long"
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dim_qk), "columns_v": _columns(dim_v), "sms": target.sms,
-        "section_bytes": target.l2_bytes * 16 // 25 if facts.has_mask or problem.size == "long" else 0,
+        "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128),  # 2-9% faster at 64, 1-3% at 256, even or slower at 128
+        "mask_bits": int(facts.data_dependent or facts.mask_ops > MASK_OPS),
+        "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
+        "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
+        "section_bytes": target.l2_bytes * 16 // 25 if masked or long else 0,
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
-    masked, long = facts.has_mask, problem.size == "long"
     if max(dim_qk, dim_v) <= 64:
         tiles = [(3, 128, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
     elif max(dim_qk, dim_v) <= 128:
@@ -89,7 +97,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
-        common |= {"consumer_registers": 200, "producer_registers": 104}
+        common |= {"consumer_registers": 208, "producer_registers": 88}
         tiles = [values for values in tiles if values[0] == 2]
     points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
@@ -97,7 +105,10 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
 
 def derive(fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
-    found = {**fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2}
+    found = {
+        **fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2,
+        "holes": fields["holes"] * (1 - fields["stagger"]),
+    }  # fmt: skip
     if "consumer_registers" not in fields:
         choices, needed = REGISTERS[fields["consumers"]], _consumer_registers(found) + SPARE_REGISTERS
         found["consumer_registers"], found["producer_registers"] = next((c for c in choices if c[0] >= needed), choices[-1])
@@ -113,9 +124,10 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
             return sympy.Symbol(name)
 
     f = Symbols()
+    held = _consumer_registers(f) + MOST_REGISTERS - f["consumer_registers"]  # with those that the split among warpgroups leaves it without
     return [
         Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
-        Constraint("registers of a consumer beyond its share", _consumer_registers(f) - f["consumer_registers"], 0, "registers"),
+        Constraint("registers of a consumer", held, MOST_REGISTERS, "registers"),
     ]
 
 
@@ -164,11 +176,13 @@ FAMILY = Family(
     constraints=constraints,
     cost=cost,
     templates={"forward": "kernel/sm90/forward.cu.j2"},
-    headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm90/layout.cuh", "fg/sm90/ptx.cuh", "fg/sm90/schedule.cuh"),
+    headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm90/layout.cuh", "fg/sm90/ptx.cuh", "fg/sm90/schedule.cuh", "fg/sm90/softmax.cuh"),
     params=params,
     workspaces=workspaces,
     launches=launches,
     derive=lambda which, fields: derive(fields),
     tensor_maps=tensor_maps,
+    lacks=("kv_splits",),
+    raw_scores=lambda problem: problem.which == "forward",
     numbers=numbers,
 )

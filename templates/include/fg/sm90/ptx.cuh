@@ -18,8 +18,13 @@ FG_FN int shared_int(const int& x) {
   return y;
 }
 
+// A condition that is the same in all lanes, which the compiler is told by this: what a loop changes stays in uniform registers, and wgmma's descriptors with it, only
+// if the loop and all around it end for all lanes at once. NVRTC 13.0 does not see that of conditions read from shared memory, and a step costs 70-110 moves more.
+FG_FN bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
+
 // Hides where a value comes from.
 FG_FN void opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
+FG_FN void opaque(int& x) { asm volatile("" : "+r"(x)); }
 
 // ---- mbarrier (9.7.13.15). A phase ends when `count` arrivals and the expected bytes have come; waiting for parity p returns once the phase of that parity is over.
 // A fresh barrier is in phase 0: waiting for parity 1 returns at once.
@@ -99,6 +104,9 @@ FG_FN void store_matrices(unsigned address, unsigned r0, unsigned r1, unsigned r
 }
 
 // ---- arithmetic
+
+// The n low bits, n clamped to 0 .. 32 (9.7.8.9: a shift by 32 gives 0).
+FG_FN unsigned low_bits(int n) { unsigned r; asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(ALL_LANES), "r"(32 - min(max(n, 0), 32))); return r; }
 
 // Two values in one register, the first in the lower half (9.7.9.21); the instruction names the upper half first.
 template <class S> FG_FN unsigned pack(float low, float high);
