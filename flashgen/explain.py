@@ -22,7 +22,7 @@ def explain(
 ) -> str:  # fmt: skip
     """The whole report."""
     facts = analyze(form)
-    _, passed = families.choose(problem, target, family)
+    _, passed = families.choose(problem, target, family, forced)
     chosen = pipeline.planned(form, problem, target, family, forced, use_records=use_records)
     name = chosen.family
     ranked = pipeline.ranked(form, problem, target, name, forced)

@@ -55,7 +55,7 @@ def choose_plan(form: Form, problem: Problem, target: Target, family: str | None
     from .analysis import analyze
     from .plan import plan
 
-    name, _ = families.choose(problem, target, family)
+    name, _ = families.choose(problem, target, family, dict(forced or {}))
     return plan(analyze(form), problem, target, name, forced)
 
 

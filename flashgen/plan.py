@@ -78,6 +78,10 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
     other = record.lattice(replace(problem, which="backward" if problem.which == "forward" else "forward"), facts, target)
     forced = {name: value for name, value in (forced or {}).items() if name in own or name not in set().union(*other)}  # the other pass's are not meant here
     points = [record.derive(problem.which, {**p, **forced}) for p in lattice]
+    kept = [p for p in points if all(p.get(name, value) == value for name, value in forced.items())]  # of fields that follow from others, those that agree
+    if points and not kept:
+        raise VariantError(f"plan={forced}: no plan of family {family} has these together; some fields follow from others there (see Kernel.plan).")
+    points = kept
     known = set().union(*points) if points else set()
     unknown = set(forced) - own if points else set()
     if unknown:

@@ -7,7 +7,7 @@ Nothing here or in a family module imports sympy at module level: the warm path 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +92,14 @@ class Family:
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
     tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()
     derive: Callable[[str, dict[str, int]], dict[str, int]] = lambda which, fields: fields  # renews fields that follow from others, some of them forced
+    lacks: tuple[str, ...] = ()  # plan fields that only the families after it have: forcing one of them is asking for those
+    raw_scores: Callable[[Problem], bool] = lambda problem: False  # score() is given q . k unscaled and q - k, and leaves out gain(); see rewrite.py
     grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see calls.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
 
 
-ORDER = {"cuda": ("sm80",), "cpu": ("cpu",)}  # per kind of device, the fastest family first
-KNOWN = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # those that can be forced
+ORDER = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # per kind of device, the fastest family first
+KNOWN = ORDER  # those that can be forced
 
 
 def get(name: str) -> Family:
@@ -105,15 +107,18 @@ def get(name: str) -> Family:
     return importlib.import_module(f".{name}", __package__).FAMILY
 
 
-def choose(problem: Problem, target: Target, forced: str | None = None) -> tuple[str, dict[str, list[str]]]:
-    """Name of the family that serves the problem, and the reasons against those passed over. Raises VariantError when none accepts it."""
+def choose(problem: Problem, target: Target, forced: str | None = None, fields: Collection[str] = ()) -> tuple[str, dict[str, list[str]]]:
+    """Name of the family that serves the problem, and the reasons against those passed over. Raises VariantError when none accepts it.
+
+    ``fields``: names of the plan fields that are forced.
+    """
     from ..errors import VariantError
 
     if forced is not None and forced not in KNOWN[target.kind]:
         raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(KNOWN[target.kind])}.")
     passed: dict[str, list[str]] = {}
     for name in (forced,) if forced else ORDER[target.kind]:
-        reasons = get(name).refuse(problem, target)
+        reasons = get(name).refuse(problem, target) + [f"{name} has no {field}" for field in get(name).lacks if field in fields and not forced]
         if not reasons:
             return name, passed
         passed[name] = reasons
