@@ -79,7 +79,7 @@ def candidate_rows(trial: Trial) -> list[Row]:
     """The plans to try: the tiler's ranking of the family that serves the problem, then of the other families that accept it."""
     forced = dict(trial.forced) if trial.forced else None
     clocks_to_ms = trial.pairs() / (trial.target.sms * trial.target.clock_mhz * 1e3)  # all SMs, or cores, at work
-    first, _ = families.choose(trial.problem, trial.target, trial.family)
+    first, _ = families.choose(trial.problem, trial.target, trial.family, forced or {})
     others = [n for n in families.ORDER[trial.target.kind] if n != first and not trial.family and not families.get(n).refuse(trial.problem, trial.target)]
     found = []
     for name in (first, *others):

@@ -3,9 +3,6 @@
 // Tiles are empty, full or partial by interval evaluation.
 
 #include "fg/base.h"
-
-#define FG_SCAN_ALONE 1  // lanes look at tiles of their own
-
 #include "fg/interval.h"
 
 using real = float;        // scores, statistics, captured floats

@@ -4,9 +4,6 @@
 // Score: a * s + c, 7 operations per pair, 0 of them loads.
 
 #include "fg/base.h"
-
-#define FG_SCAN_ALONE 1  // lanes look at tiles of their own
-
 #include "fg/interval.h"
 
 using real = float;        // scores, statistics, captured floats

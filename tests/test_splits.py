@@ -109,7 +109,8 @@ def test_gpu_kernels_compile_and_declare_their_workspaces(dim, dtype):
     kernel = fg.compile(fg.Variant(mask=fg.causal), target="sm90a", family="sm80")
     binary, plan = kernel.build(q, k, k), kernel.plan(q, k, k)
     assert {"forward", "combine"} <= {entry.name for entry in binary.report.entries} and not binary.report.faults
-    handle, call = calls.Handle(fg.Variant(mask=fg.causal).trace({}).form.text, max_scores=True), calls.Call(q, k, k, None, None, None, None, [], [], [], 1.0, 1, 4000)
+    handle = calls.Handle(fg.Variant(mask=fg.causal).trace({}).form.text, max_scores=True)
+    call = calls.Call(q, k, k, None, None, None, None, [], [], [], 1.0, 1, 4000)
     problem, sizes = calls.forward_problem(handle, call, True), Sizes(1, 8, 8, 1, 4000, 1, 4000)
     count = sm80.numbers(problem, plan, sizes)["splits"]
     assert 1 < count <= 2 * plan.sms / 8
