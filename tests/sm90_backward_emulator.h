@@ -38,8 +38,10 @@ inline void bulk_load(void* to, const void* from, unsigned bytes, Barrier& b) {
 }
 inline void bulk_add(float* to, const float* from, unsigned bytes) { for (unsigned i = 0; i < bytes / 4; ++i) to[i] += from[i]; }
 template <int N> void bulk_wait_read() {}
+inline void tma_store_wait() {}
 inline void reduce_add_4(float* to, float x0, float x1, float x2, float x3) { to[0] += x0; to[1] += x1; to[2] += x2; to[3] += x3; }
 }
+template <int N> void multiply_rows(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) { multiply_scores(d, a, b, accumulate); }
 template <int N> void add_dk(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dv(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dq(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }

@@ -79,6 +79,17 @@ CASES = (
     Case("shared batch", CAUSAL, shared_batch=True),
     Case("only dv", CAUSAL, wanted=("dv",)),
     Case("dk and dv", CAUSAL, wanted=("dk", "dv")),
+    Case("only dq", CAUSAL, wanted=("dq",), lengths=(300, 300)),
+    Case("deterministic", CAUSAL, (128, 128), heads=(4, 2), deterministic=True),
+    Case("deterministic soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), heads=(2, 1), deterministic=True),
+    Case("deterministic, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True),
+    Case("wide", head_dim=(256, 256), lengths=(130, 200)),
+    Case("wide, causal, grouped heads", CAUSAL, (256, 256), heads=(4, 2), lengths=(150, 150)),
+    Case("wide, soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (256, 256), lengths=(140, 140)),
+    Case("wide, ALiBi, float16", flashgen.Variant(score=flashgen.alibi()), (192, 128), dtype=torch.float16, lengths=(140, 200)),
+    Case("wide, masked NaN", CAUSAL, (192, 192), nan=True, lengths=(201, 201)),
+    Case("wide, lengths in use", head_dim=(144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
+    Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
 )
 
 
