@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
 BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
-REGISTERS = ((240, 24), (232, 40), (224, 56), (216, 72), (200, 104))  # a consumer's and the producer's; two and one of them are the 504 of a launch
-OVERHEAD_REGISTERS = 24  # descriptors, indices, keys of a consumer thread; read off ptxas reports
+REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
+OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -92,8 +92,14 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "dq_summed": dq_summed, "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
         "section_bytes": target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
+    # How dQ reaches its sum (staged in shared memory, or from registers) and how many registers a consumer gets; a producer that classifies tiles needs more.
+    splits = ((1, 240), (1, 232), (1, 224), (0, 240))
+    if facts.has_mask:
+        splits = ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224))
+    if not dq_summed:
+        splits = tuple((0, consumer) for consumer in REGISTERS)
     points = []
-    for block_q in (64,) if wide else (128, 64):
+    for block_q in (64,) if wide else (128, 64) if facts.score_affine else (64, 128):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
         step = 32 if halves else 16
         dim_qk, dim_v = step * _ceil_div(problem.head_dim_qk, step), 16 * _ceil_div(problem.head_dim_v, 16)
@@ -101,9 +107,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tile = {
             "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dq_columns), "columns_v": _columns(dim_v), "dq_columns": dq_columns,
         }  # fmt: skip
-        for dq_staged in (1, 0) if dq_summed else (0,):
-            for consumer, producer in REGISTERS:
-                points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": producer}))
+        for dq_staged, consumer in splits:
+            points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
     return points
 
 
