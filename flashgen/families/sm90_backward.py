@@ -64,7 +64,7 @@ def smem_bytes(f: dict[str, Any], ceiling: Any) -> Any:
     tiles = (f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
     crossing = (f["dq_summed"] + f["wide"]) * f["stages"] * f["block_q"] * f["block_kv"]  # dS, or the weights of a wide head
     staged = f["dq_summed"] * f["dq_staged"] * 4 * f["block_q"] * f["dim_qk"]
-    rest = f["stages"] * (8 * f["block_q"] + 32 + 12) + 16 + 16
+    rest = f["stages"] * (8 * f["block_q"] + 32 + 4) + 16 + 16
     return 1024 * ceiling((2 * (tiles + crossing) + staged + rest) / 1024)
 
 
@@ -96,10 +96,13 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     splits = ((1, 240), (1, 232), (1, 224), (0, 240))
     if facts.has_mask:
         splits = ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224))
+    if facts.data_dependent:
+        splits = ((0, 232), (1, 232), (0, 224))
     if not dq_summed:
         splits = tuple((0, consumer) for consumer in REGISTERS)
+    heavy = not facts.score_affine or facts.data_dependent  # values that live through a step beside the sums
     points = []
-    for block_q in (64,) if wide else (128, 64) if facts.score_affine else (64, 128):
+    for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
         step = 32 if halves else 16
         dim_qk, dim_v = step * _ceil_div(problem.head_dim_qk, step), 16 * _ceil_div(problem.head_dim_v, 16)
