@@ -100,7 +100,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         splits = ((0, 232), (1, 232), (0, 224))
     if not dq_summed:
         splits = tuple((0, consumer) for consumer in REGISTERS)
-    heavy = not facts.score_affine or facts.data_dependent  # values that live through a step beside the sums
+    heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
     points = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows

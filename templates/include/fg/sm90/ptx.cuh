@@ -18,8 +18,13 @@ FG_FN int shared_int(const int& x) {
   return y;
 }
 
+// A condition that is the same in all lanes, which the compiler is told by this: what a loop changes stays in uniform registers, and wgmma's descriptors with it, only
+// if the loop and all around it end for all lanes at once. NVRTC 13.0 does not see that of conditions read from shared memory, and a step costs 70-110 moves more.
+FG_FN bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
+
 // Hides where a value comes from.
 FG_FN void opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
+FG_FN void opaque(int& x) { asm volatile("" : "+r"(x)); }
 
 // ---- mbarrier (9.7.13.15). A phase ends when `count` arrivals and the expected bytes have come; waiting for parity p returns once the phase of that parity is over.
 // A fresh barrier is in phase 0: waiting for parity 1 returns at once.
