@@ -140,7 +140,7 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
         values[f"capture_{n}"] = c.tensor.data_ptr()
         for d in range(c.tensor.dim()):
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
-    packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem)), sm90.FAMILY.grad_type(problem)).pack(values)
+    packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
     assert len(packed) == library.params_bytes()
     for launch in sm90_backward.launches(problem, plan, sizes):
         getattr(library, f"launch_{launch.entry}")(packed, launch.grid[0], launch.threads)

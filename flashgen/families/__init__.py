@@ -96,8 +96,8 @@ class Family:
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
 
 
-ORDER = {"cuda": ("sm80",), "cpu": ("cpu",)}  # per kind of device, the fastest family first
-KNOWN = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # those that can be forced
+ORDER = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # per kind of device, the fastest family first
+KNOWN = ORDER  # those that can be forced
 
 
 def get(name: str) -> Family:

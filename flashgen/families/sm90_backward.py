@@ -145,7 +145,7 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
     return 1
 
 
-def params(problem: Problem) -> Sequence[tuple[str, str]]:
+def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the statistics of rows in whole tiles, the float32 sum of dQ, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in _mapped(problem)]
     sums = [("float*", "dq_sum")] if _dq_summed(problem) else []
