@@ -76,6 +76,8 @@ CASES = (
     Case("no key", CAUSAL, lengths=(5, 0)),
     Case("head dims 96 and 80", CAUSAL, (96, 80), lengths=(100, 150)),
     Case("head dims 40 and 16", head_dim=(40, 16)),
+    Case("soft-cap, head dim 16, float16", flashgen.Variant(score=flashgen.softcap(2.0)), (16, 16), dtype=torch.float16, lengths=(48, 40)),
+    Case("documents, head dim 16", flashgen.Variant(mask=flashgen.document(DOCUMENTS)), (16, 16), lengths=(96, 80)),
     Case("shared batch", CAUSAL, shared_batch=True),
     Case("only dv", CAUSAL, wanted=("dv",)),
     Case("dk and dv", CAUSAL, wanted=("dk", "dv")),
