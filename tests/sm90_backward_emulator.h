@@ -19,8 +19,6 @@ inline double atomicAdd(double* p, double x) { const double old = *p; *p += x; r
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { const unsigned long long old = *p; *p += x; return old; }
 
 namespace fg {
-constexpr unsigned long long READ_SOME = 0;
-inline long long shared_long(const long long& x) { return x; }
 inline void store_matrices_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   const unsigned r[4] = {r0, r1, r2, r3};
   auto w = emu::exchange(address);

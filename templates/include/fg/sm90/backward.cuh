@@ -4,8 +4,6 @@
 
 namespace fg {
 
-constexpr unsigned long long READ_SOME = 0x1000000000000000ull;  // between the policies of ptx.cuh: what several blocks read, of which L2 holds sums for longer
-
 // Four 8x8 matrices as store_matrices takes them, each transposed (9.7.15.4).
 FG_FN void store_matrices_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
@@ -19,24 +17,14 @@ FG_FN void bulk_load(void* to, const void* from, unsigned bytes, Barrier& arriva
 }
 // cp.reduce.async.bulk (9.7.9.25.5): float32 values of shared memory added to as many in L2; one of a group as tma_store_commit closes it.
 FG_FN void bulk_add(float* to, const float* from, unsigned bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(to), "r"(shared_address(from)), "r"(bytes),
-               "l"(READ_AGAIN)
-               : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 FG_FN void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // then others see what was stored
 template <int PENDING> FG_FN void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
 // red.global.add (9.7.13.14): four neighbours in L2, 16 bytes aligned, without an answer.
 FG_FN void reduce_add_4(float* address, float x0, float x1, float x2, float x3) {
-  asm volatile("red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "f"(x0), "f"(x1), "f"(x2), "f"(x3), "l"(READ_AGAIN)
-               : "memory");
-}
-
-// A value that another warp may have written since it was last read.
-FG_FN long long shared_long(const long long& x) {
-  long long y;
-  asm volatile("ld.shared.s64 %0, [%1];" : "=l"(y) : "r"(shared_address(&x)) : "memory");
-  return y;
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
 }  // namespace fg
