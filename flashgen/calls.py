@@ -127,12 +127,6 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _rows_apart(t: Tensor) -> Tensor:
-    """Rows as above that lie apart: autograd makes gradients that repeat one row, which TMA cannot load."""
-    row = 2 if t.dim() == 4 else 0
-    return t.contiguous() if t.stride(-1) != 1 or (t.stride(row) == 0 and t.shape[row] > 1) else t
-
-
 def strides_aligned(tensors: Iterable[Tensor]) -> bool:
     """Every row starts on 16 bytes if the first one does."""
     return all(s * t.element_size() % 16 == 0 or n <= 1 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1]))
@@ -384,7 +378,7 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
             t.zero_()
     if lse.numel() == 0:
         return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
-    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows_apart(stored(b.dout)), **gradients}
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(stored(b.dout)), **gradients}
     dlse = None if b.dlse is None else stored(b.dlse).to(lse.dtype).contiguous()
     addresses = _addresses(c, tensors)
     addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}

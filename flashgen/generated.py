@@ -27,7 +27,7 @@ from .variant import Variant, mask
 
 DIRECTORY = Path(__file__).parent.parent / "generated"  # in a checkout; a wheel does not carry it
 RESOURCES = "resources.csv"
-RESOURCE_ARCHS = ("sm80", "sm90a")  # the same text is compiled for both
+RESOURCE_ARCHS = {"sm80": ("sm80", "sm90a"), "sm90": ("sm90a",)}  # by family, what its text is compiled for
 UPDATE = "python -m flashgen generated --update"
 
 # Two x86-64 chips to emit for: a server with AVX-512 and AMX, and a desktop with AVX2.
@@ -40,7 +40,7 @@ DESKTOP = replace(
     SERVER, chip="x86-64 desktop with AVX2", l1_bytes=32 * KIB, l2_bytes=512 * KIB, hbm_gbs=40.0, tensor_tflops=0.6, clock_mhz=3500,
     vector_bytes=32, features=("avx", "avx2", "f16c", "fma"),
 )  # fmt: skip
-A100 = CHIPS["sm80"]
+A100, HOPPER = CHIPS["sm80"], CHIPS["sm90a"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,10 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm80_first_keys_and_window_dropout_forward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64, dropout=True), A100),
         Golden("sm80_first_keys_and_window_dropout_backward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64, "backward", dropout=True), A100),
         Golden("sm80_varlen_sink_forward_bfloat16", _causal_sink, _problem("bfloat16", 128, layout="varlen", sink=True), A100),
+        Golden("sm90_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward", group=2), HOPPER),
+        Golden("sm90_learned_table_backward_bfloat16", _learned_table, _problem("bfloat16", 64, "backward", dlse=True, out_low=True), HOPPER),
+        Golden("sm90_own_functions_backward_deterministic_float16", _own_functions, _problem("float16", 64, "backward", deterministic=True), HOPPER),
+        Golden("sm90_window_softcap_backward_wide_bfloat16", _window_softcap, _problem("bfloat16", 256, "backward", seqlens_k=True), HOPPER),
     )
 }
 
@@ -183,7 +187,7 @@ def resources(golden: Golden, rank: int) -> list[dict[str, str]]:
     """A row per architecture and entry: what ptxas reports, and the shared memory that the plan asks for. Needs NVRTC, no GPU."""
     rows = []
     planned = planned_smem(golden)
-    for name in RESOURCE_ARCHS:
+    for name in RESOURCE_ARCHS[golden.plan.family]:
         _, binary = build_cached(golden.source(), CHIPS[name])
         for entry in binary.report.entries:
             row = {
