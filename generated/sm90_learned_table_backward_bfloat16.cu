@@ -493,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
     const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
     // Score and lse to probability, then to d score; what is hidden is selected to 0 before captured tensors get their share.
-    auto differentiate = [&](bool partial) {
+    auto differentiate = [&]() {
 #pragma unroll
       for (int i = 0; i < SCORES; i += 4) {
         const float2 lse_i = lse[i], delta_i = delta[i];
@@ -507,8 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
             const int k = own_k + r * 8;
             float& x = s[i + 2 * r + e];
             float& d = dp[i + 2 * r + e];
-            bool visible = true;
-            if (partial) visible = q < lens.q_len && k < lens.kv_len;
+            bool visible = !is_partial || (q < lens.q_len && k < lens.kv_len);
             const float scaled = x * p.scale;
             float value, slope;
             score_grad(p, u, row_q, cols[r], scaled, q, k, value, slope);
@@ -523,8 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_wait<0>();
     fg::keep(s);
     fg::keep(dp);
-    if (is_partial) differentiate(true);
-    else differentiate(false);
+    differentiate();
     unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);

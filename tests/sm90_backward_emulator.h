@@ -17,6 +17,8 @@ inline int __syncthreads_or(bool x) {
 inline float atomicAdd(float* p, float x) { const float old = *p; *p += x; return old; }
 inline double atomicAdd(double* p, double x) { const double old = *p; *p += x; return old; }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { const unsigned long long old = *p; *p += x; return old; }
+inline unsigned __activemask() { return 0; }  // lanes that did not come are not known here: no meeting of a warp
+inline unsigned __match_all_sync(unsigned, unsigned long long, int*) { return 0; }
 
 namespace fg {
 inline void store_matrices_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
