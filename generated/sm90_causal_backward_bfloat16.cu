@@ -411,26 +411,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       // A stride of 0 (one key for all batch items or heads) is none that a tensor map can have: it holds the one, and is asked for that.
       auto entry = [](int index, long long stride) { return stride != 0 ? index : 0; };
       const int k_last = min(k_first + BLOCK_KV, lens.kv_len) - 1;  // < k_first for keys beyond seqlens_k, whose gradients are 0
+      if (lane == 0) {  // at once, while the tiles are looked for
+        fg::barrier_expect(smem.k_full, sizeof(smem.k));
+        fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_KV>(smem.k, p.map_k, smem.k_full, k_first, entry(kv_head, p.k_stride_h), entry(b, p.k_stride_b), fg::READ_ONCE);
+        fg::barrier_expect(smem.v_full, sizeof(smem.v));
+        fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
+      }
       fg::Ring<STAGES> ring;
-      bool loaded = false;  // the block's keys and values are on their way
       auto load = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        if (lane == 0 && !loaded) {
-          fg::barrier_expect(smem.k_full, sizeof(smem.k));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_KV>(smem.k, p.map_k, smem.k_full, k_first, entry(kv_head, p.k_stride_h), entry(b, p.k_stride_b), fg::READ_ONCE);
-        }
         fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           smem.tiles[ring.slot] = described;
           fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
           fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
           fg::bulk_load(smem.statistics[ring.slot], p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
-          if (!loaded) {
-            fg::barrier_expect(smem.v_full, sizeof(smem.v));
-            fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
-          }
         }
-        loaded = true;
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
@@ -514,12 +510,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     if (lane == 0) fg::barrier_arrive(empty);
   };
 
+  fg::barrier_wait(smem.k_full, 0);
+  fg::barrier_wait(smem.v_full, 0);
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
-  if (more) {
-    fg::barrier_wait(smem.k_full, 0);
-    fg::barrier_wait(smem.v_full, 0);
-  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
