@@ -84,6 +84,15 @@ def _columns(dim: int) -> int:
     return next(columns for columns in (64, 32, 16) if dim % columns == 0)
 
 
+def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
+    """How dQ reaches its sum (1: staged in shared memory, 0: from registers), and a consumer's registers; a producer that classifies tiles needs more."""
+    if not _dq_summed(problem):
+        return tuple((0, consumer) for consumer in REGISTERS)
+    if facts.data_dependent:
+        return ((0, 232), (1, 232), (0, 224))
+    return ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224)) if facts.has_mask else ((1, 240), (1, 232), (1, 224), (0, 240))
+
+
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties. Half as many rows a step leave room for a score function's values."""
     wide, dq_summed = int(_wide(problem)), int(_dq_summed(problem))
@@ -92,14 +101,6 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "dq_summed": dq_summed, "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
         "section_bytes": target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
-    # How dQ reaches its sum (staged in shared memory, or from registers) and how many registers a consumer gets; a producer that classifies tiles needs more.
-    splits = ((1, 240), (1, 232), (1, 224), (0, 240))
-    if facts.has_mask:
-        splits = ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224))
-    if facts.data_dependent:
-        splits = ((0, 232), (1, 232), (0, 224))
-    if not dq_summed:
-        splits = tuple((0, consumer) for consumer in REGISTERS)
     heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
     points = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
@@ -110,7 +111,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tile = {
             "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dq_columns), "columns_v": _columns(dim_v), "dq_columns": dq_columns,
         }  # fmt: skip
-        for dq_staged, consumer in splits:
+        for dq_staged, consumer in _splits(problem, facts):
             points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
     return points
 
@@ -177,7 +178,8 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
         "section": section(problem.group * sizes.q_len * (2 * dims + 4 * plan.dim_qk * plan.dq_summed), kv_heads),
     }  # fmt: skip
     if plan.dq_by_rows:
-        found |= {"dq_tiles": _ceil_div(sizes.q_len, plan.dq_block_q), "dq_section": section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)}
+        found["dq_tiles"] = _ceil_div(sizes.q_len, plan.dq_block_q)
+        found["dq_section"] = section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)
     return found
 
 
