@@ -265,7 +265,11 @@ FG_FN fg::Range kv_range(const Params& p, const Uniform& u, int q_first, int q_l
 
 // rows that keys k_first..k_last can be seen by
 FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_last) {
-  return fg::Range{0, u.lens.q_len};
+  const auto r0 = fg::span_above(fg::Span{k_first, k_last});
+  const auto r1 = fg::truth_lt(fg::Span{k_first, k_last}, fg::Span{p.int_0, p.int_0});
+  const auto r2 = fg::span_if(r1);
+  const auto r3 = fg::span_join(r0, r2);
+  return fg::range_within(r3, u.lens.q_len);
 }
 
 // With P = exp(score - lse), dP = dO V^T and delta = rowsum(dO * O) - dlse:

@@ -18,12 +18,13 @@ import torch
 from test_sm90_emulated import HOPPER, INCLUDE, TESTS, tensor_map
 
 import flashgen
-from flashgen import abi, build, emit
+from flashgen import abi, bounds, build, emit
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90, sm90_backward
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
+from flashgen.tables import block_bounds
 
 ENTRY = """
 extern "C" int params_bytes() { return sizeof(Params); }
@@ -54,6 +55,7 @@ class Case:
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
+SINK_AND_WINDOW = flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4))
 TABLE = torch.linspace(-1, 1, 2 * 41, requires_grad=True).reshape(2, 41).detach().requires_grad_()
 CASES = (
     Case("full"),
@@ -64,6 +66,8 @@ CASES = (
     Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
     Case("window", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), lengths=(401, 401)),
     Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
+    Case("sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500)),
+    Case("deterministic sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500), deterministic=True),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (128, 128), heads=(2, 1), lengths=(140, 140)),
     Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 1), lengths=(140, 140)),
@@ -142,6 +146,8 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
         values[f"capture_{n}"] = c.tensor.data_ptr()
         for d in range(c.tensor.dim()):
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
+    tables = {n: block_bounds(traced.captures[n].tensor, count) for n, count in bounds.tables(form, problem).items()}
+    values |= {f"{name}_{n}": t.data_ptr() for n, pair in tables.items() for name, t in zip(("least", "most"), pair)}
     packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
     assert len(packed) == library.params_bytes()
     for launch in sm90_backward.launches(problem, plan, sizes):
