@@ -128,8 +128,12 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def strides_aligned(tensors: Iterable[Tensor]) -> bool:
-    """Every row starts on 16 bytes if the first one does."""
-    return all(s * t.element_size() % 16 == 0 or n <= 1 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1]))
+    """Every row starts on 16 bytes if the first one does, and none is another one's: TMA knows no stride of 0 from row to row."""
+    return all(
+        (s * t.element_size() % 16 == 0 and (s > 0 or axis != t.dim() - 2)) or n <= 1
+        for t in tensors
+        for axis, (s, n) in enumerate(zip(t.stride()[:-1], t.shape[:-1]))
+    )
 
 
 def _starts_aligned(tensors: dict[str, Tensor], addresses: dict[str, int]) -> bool:

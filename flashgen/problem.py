@@ -30,7 +30,7 @@ class Problem:
     seqlens_k: bool = False  # dense: lengths in use per batch item are given
     deterministic: bool = False  # backward: bitwise repeatable
     scale_sign: int = 1  # -1, 0, 1
-    aligned: bool = True  # every row of q, k, v, out (and their gradients) starts on 16 bytes
+    aligned: bool = True  # every row of q, k, v, out (and their gradients) starts on 16 bytes, and no two rows of a head are one
     dq: bool = True  # backward: gradients wanted
     dk: bool = True
     dv: bool = True

@@ -43,7 +43,7 @@ def refuse(problem: Problem, target: Target) -> list[str]:
     if problem.dropout:
         reasons.append("sm90 has no dropout yet")
     if not problem.aligned:
-        reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes and their strides be multiples of 16 bytes")
+        reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes, a multiple of 16 bytes above 0 apart")
     return reasons + (sm90_backward.refuse(problem) if problem.which == "backward" else [])
 
 
