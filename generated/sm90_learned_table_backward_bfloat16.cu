@@ -486,6 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 
     const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
     const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
+
     // Score and lse to probability, then to d score; what is hidden is selected to 0 before captured tensors get their share.
     auto differentiate = [&]() {
 #pragma unroll
