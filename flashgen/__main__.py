@@ -74,7 +74,7 @@ def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.
     kv_length = options.kv_length or options.length
 
     def rows(heads: int, length: int, dim: int) -> torch.Tensor:
-        return torch.empty(1, 1, 1, dim, dtype=getattr(torch, options.dtype)).expand(options.batch, heads, length, dim)
+        return torch.empty(1, 1, length, dim, dtype=getattr(torch, options.dtype)).expand(options.batch, heads, length, dim)
 
     tensors = rows(options.heads, options.length, dim_qk), rows(kv_heads, kv_length, dim_qk), rows(kv_heads, kv_length, dim_v)
     call: dict[str, Any] = {"which": options.which} | ({"sink": torch.zeros(options.heads)} if variant.sink else {})

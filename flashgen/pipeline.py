@@ -118,10 +118,11 @@ HOPELESS_BYTES = 64  # spills from which on no other unrolling or staging of the
 
 
 def spilled_bytes(binary: Binary) -> int:
-    """Bytes that a build spills, or far more for what the reports' other faults cost."""
-    entries = binary.report.entries
-    spilled = sum(e.spill_stores + e.spill_loads + e.stack_bytes for e in entries)
-    return spilled if spilled or not binary.report.faults else 1 << 20
+    """Bytes that a build spills, and far more for what the reports' other faults cost."""
+    report = binary.report
+    spilled = sum(e.spill_stores + e.spill_loads + e.stack_bytes for e in report.entries)
+    others = [f for f in report.faults if "spill" not in f]
+    return spilled + (1 << 20 if others else 0)
 
 
 def _compile_first_clean(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> tuple[Plan, str, Binary]:
@@ -133,7 +134,7 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
     key, binary = build.build_cached(emit_source(form, problem, target, first), target)
     best = (spilled_bytes(binary), first, key, binary)
     if target.kind == "cuda" and problem.dtype_bytes == 2 and best[0]:
-        tile = lambda plan: tuple(n for name, n in plan.fields if name in ("block_q", "block_kv", "warps", "ctas", "dq_block_kv"))  # noqa: E731
+        tile = lambda plan: tuple(n for name, n in plan.fields if name in ("block_q", "block_kv", "warps", "ctas", "dq_block_kv", "consumer_registers"))  # noqa: E731
         hopeless, built = {tile(first)} if best[0] > HOPELESS_BYTES else set(), 1
         for candidate in ranked(form, problem, target, first.family, forced)[1:]:
             if candidate.rejected or built == MOST_BUILDS or not best[0]:

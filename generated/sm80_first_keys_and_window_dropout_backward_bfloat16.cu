@@ -295,7 +295,7 @@ __device__ __forceinline__ void repair_row(const Params& p, const Item& at, cons
     s = fg::warp_sum(s) * p.scale;
     dp = fg::warp_sum(dp) * (fg::is_kept(drops, q, k) ? p.keep_scale : 0.0f);
     const float value = s, slope = 1.0f;
-    const float ds = fg::exp2_fast(value * (float)fg::LOG2E - lse) * (dp - delta) * slope;
+    const float ds = fg::approximate_exp2(value * (float)fg::LOG2E - lse) * (dp - delta) * slope;
 #pragma unroll
     for (int i = 0; i < STEPS_QK; ++i) {
       const int d = i * 32 + lane;

@@ -248,7 +248,7 @@ __device__ __forceinline__ void repair_row(const Params& p, const Item& at, cons
     dp = fg::warp_sum(dp);
     float value, slope;
     score_grad(p, u, row_q, col_k, s, q, k, value, slope);
-    const float ds = fg::exp2_fast(value * (float)fg::LOG2E - lse) * (dp - delta) * slope;
+    const float ds = fg::approximate_exp2(value * (float)fg::LOG2E - lse) * (dp - delta) * slope;
 #pragma unroll
     for (int i = 0; i < STEPS_QK; ++i) {
       const int d = i * 32 + lane;

@@ -59,3 +59,10 @@ def test_head_dims_compile_clean(dim, which):
 def test_the_deterministic_backward_compiles_clean(dim, target):
     variant, tensors = variants()["softcap and window"], _tensors(dim)
     assert not fg.compile(variant, target=target, deterministic=True).build(*tensors, which="backward").report.faults
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [16, 64, 96, 192, 256])
+def test_hopper_backward_compiles_clean(dim, deterministic):
+    kernel = fg.compile(variants()["causal"], target="sm90a", family="sm90", deterministic=deterministic)
+    assert not kernel.build(*_tensors(dim), which="backward").report.faults

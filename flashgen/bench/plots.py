@@ -55,7 +55,7 @@ def bytes_over_length(
     """Predicted bytes of one pass over the sequence length: this plan, the FlashAttention bound, and the standard algorithm that stores its scores."""
     found = []
     for length in lengths:
-        rows = [torch.empty(1, 1, 1, head_dim, dtype=getattr(torch, dtype)).expand(1, h, length, head_dim) for h in (heads, kv_heads, kv_heads)]
+        rows = [torch.empty(1, 1, length, head_dim, dtype=getattr(torch, dtype)).expand(1, h, length, head_dim) for h in (heads, kv_heads, kv_heads)]
         found.append(kernel.traffic(*rows, which=which))
     figure, axes = _pyplot().subplots(figsize=(6.5, 4.5), layout="constrained")
     lines = {

@@ -1,14 +1,14 @@
-"""The sm90 family: TMA, wgmma and warp specialisation for Hopper GPUs (sm_90a); forward.
+"""The sm90 family: TMA, wgmma and warp specialisation for Hopper GPUs (sm_90a); forward here, backward in ``sm90_backward``.
 
 Problem, Facts, Target -> lattice, budgets, launches, tensor maps. Example: ``FAMILY.tensor_maps(problem, plan)[0].box_rows == plan.block_q``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace
+from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -36,8 +36,6 @@ def refuse(problem: Problem, target: Target) -> list[str]:
     reasons = []
     if target.name != "sm90a":
         reasons.append(f"sm90 needs a Hopper GPU (sm90a), the target is {target.name}")
-    if problem.which != "forward":
-        reasons.append("sm90 has no backward yet")
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append(f"sm90 computes float16 and bfloat16, not {problem.dtype}")
     if max(problem.head_dim_qk, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -50,7 +48,7 @@ def refuse(problem: Problem, target: Target) -> list[str]:
         reasons.append("sm90 has no dropout yet")
     if not problem.aligned:
         reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes, a multiple of 16 bytes above 0 apart")
-    return reasons
+    return reasons + (sm90_backward.refuse(problem) if problem.which == "backward" else [])
 
 
 def _columns(dim: int) -> int:
@@ -169,20 +167,26 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     return [Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
 
 
+def _of_pass(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """One rule for both passes: the Problem, its first argument, says which."""
+    return lambda problem, *others: (backward if problem.which == "backward" else forward)(problem, *others)
+
+
 FAMILY = Family(
     name="sm90",
     refuse=refuse,
-    lattice=lattice,
-    constraints=constraints,
-    cost=cost,
-    templates={"forward": "kernel/sm90/forward.cu.j2"},
+    lattice=_of_pass(lattice, sm90_backward.lattice),
+    constraints=_of_pass(constraints, sm90_backward.constraints),
+    cost=_of_pass(cost, sm90_backward.cost),
+    templates={"forward": "kernel/sm90/forward.cu.j2", "backward": "kernel/sm90/backward.cu.j2"},
     headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm90/layout.cuh", "fg/sm90/ptx.cuh", "fg/sm90/schedule.cuh", "fg/sm90/softmax.cuh"),
-    params=params,
-    workspaces=workspaces,
-    launches=launches,
-    derive=lambda which, fields: derive(fields),
-    tensor_maps=tensor_maps,
+    params=_of_pass(params, sm90_backward.params),
+    workspaces=_of_pass(workspaces, sm90_backward.workspaces),
+    launches=_of_pass(launches, sm90_backward.launches),
+    derive=lambda which, fields: (sm90_backward.derive if which == "backward" else derive)(fields),
+    tensor_maps=_of_pass(tensor_maps, sm90_backward.tensor_maps),
     lacks=("kv_splits",),
     raw_scores=lambda problem: problem.which == "forward",
-    numbers=numbers,
+    grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
+    numbers=_of_pass(numbers, sm90_backward.numbers),
 )

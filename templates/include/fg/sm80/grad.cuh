@@ -4,7 +4,18 @@
 
 namespace fg {
 
-FG_FN void grad_add(float* address, float value) { atomicAdd(address, value); }
+// Where a whole warp adds to one entry (a number per head, the ends of a clamped table), its sum is one atomic addition.
+FG_FN void grad_add(float* address, float value) {
+  constexpr unsigned ALL = 0xffffffffu;
+  int alike = 0;
+  if (__activemask() == ALL) __match_all_sync(ALL, (unsigned long long)address, &alike);
+  if (!alike) {
+    atomicAdd(address, value);
+    return;
+  }
+  for (int i = 16; i; i >>= 1) value += __shfl_xor_sync(ALL, value, i);
+  if (threadIdx.x % 32 == 0) atomicAdd(address, value);
+}
 
 // A sum that does not depend on the order of its terms: integer additions commute. A float is cut into parts, each a multiple of its own quantum; terms below 2^35
 // in number cannot overflow a part, and nothing above 2^-68 is lost. The host adds the parts up: sum of parts[i] * quantum(i), plus `rest`.

@@ -1,0 +1,203 @@
+"""The sm90 family's backward: lattice, budgets, launches and tensor maps of its kernels.
+
+Problem, Facts, Target -> candidate plans. Example: ``launches(problem, plan, sizes)[1].entry == "backward_main"``. ``sm90.FAMILY`` refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import Constraint, Launch, Sizes, TensorMap, Workspace
+
+if TYPE_CHECKING:
+    from ..analysis import Facts
+    from ..plan import Plan
+    from ..problem import Problem
+    from ..target import Target
+
+NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
+BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
+BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
+REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
+OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Reasons against a backward beside those of the forward; empty means accepted."""
+    reasons, dims = [], (problem.head_dim_qk, problem.head_dim_v)
+    if any(dim % 8 for dim in dims):
+        reasons.append(f"sm90's backward takes head dims that are multiples of 8, not {dims}")
+    if _wide(problem) and problem.capture_grads:
+        reasons.append(f"sm90's backward has gradients of captured tensors for head dims up to {NARROW_HEAD_DIM}, not {dims}")
+    return reasons
+
+
+def _wide(problem: Problem) -> bool:
+    """Sums of dK and dV are too many for one warpgroup's registers."""
+    return max(problem.head_dim_qk, problem.head_dim_v) > NARROW_HEAD_DIM
+
+
+def _dq_by_rows(problem: Problem) -> bool:
+    """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way for wide heads and where nothing else is wanted."""
+    return problem.dq and (problem.deterministic or _wide(problem) or not (problem.dk or problem.dv or problem.capture_grads))
+
+
+def _dq_summed(problem: Problem) -> bool:
+    """dQ by additions of all blocks over keys in float32."""
+    return problem.dq and not _dq_by_rows(problem)
+
+
+def _over_keys(problem: Problem) -> bool:
+    return problem.dk or problem.dv or _dq_summed(problem) or bool(problem.capture_grads)
+
+
+# ---- budgets: for numbers or sympy symbols ---------------------------------------------------------------------------------------------------
+
+
+def smem_bytes(f: dict[str, Any], ceiling: Any) -> Any:
+    """Shared memory of backward_main: ``sizeof(Smem)`` of the template, whose alignment is 1024."""
+    tiles = (f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
+    crossing = (f["dq_summed"] + f["wide"]) * f["stages"] * f["block_q"] * f["block_kv"]  # dS, or the weights of a wide head
+    staged = f["dq_summed"] * f["dq_staged"] * 4 * f["block_q"] * f["dim_qk"]
+    rest = f["stages"] * (8 * f["block_q"] + 32 + 4) + 16 + 16
+    return 1024 * ceiling((2 * (tiles + crossing) + staged + rest) / 1024)
+
+
+def dq_smem_bytes(f: dict[str, Any]) -> Any:
+    """The same for backward_dq: two tiles of keys, one of values, and 1 KiB for barriers."""
+    return 2 * (f["dq_block_q"] * (f["dim_qk"] + f["dim_v"]) + f["dq_block_kv"] * (2 * f["dim_qk"] + f["dim_v"])) + 1024
+
+
+def _consumer_registers(f: dict[str, Any], largest: Any) -> Any:
+    """What a consumer thread needs: its sums, and scores with dP or their packed halves with dQ."""
+    sums = largest(f["dk_registers"], f["dv_registers"]) * f["wide"] + (f["dk_registers"] + f["dv_registers"]) * (1 - f["wide"])
+    return sums + largest(2 * f["score_registers"], f["score_registers"] + f["dq_registers"] * f["dq_summed"]) + OVERHEAD_REGISTERS
+
+
+def _columns(dim: int) -> int:
+    """Width of a tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim, or the part of it that a warpgroup computes."""
+    return next(columns for columns in (64, 32, 16) if dim % columns == 0)
+
+
+def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
+    """How dQ reaches its sum (1: staged in shared memory, 0: from registers), and a consumer's registers; a producer that classifies tiles needs more."""
+    if not _dq_summed(problem):
+        return tuple((0, consumer) for consumer in REGISTERS)
+    if facts.data_dependent:
+        return ((0, 232), (1, 232), (0, 224))
+    return ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224)) if facts.has_mask else ((1, 240), (1, 232), (1, 224), (0, 240))
+
+
+def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
+    """Candidate plans, best guess first on ties. Half as many rows a step leave room for a score function's values."""
+    wide, dq_summed = int(_wide(problem)), int(_dq_summed(problem))
+    common = {
+        "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "overlap": int(facts.score_affine and not problem.capture_grads), "wide": wide,
+        "dq_summed": dq_summed, "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
+        "section_bytes": target.l2_bytes * 4 // 5 if facts.has_mask else 0,
+    }  # fmt: skip
+    heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
+    points = []
+    for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
+        halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
+        step = 32 if halves else 16
+        dim_qk, dim_v = step * _ceil_div(problem.head_dim_qk, step), 16 * _ceil_div(problem.head_dim_v, 16)
+        dq_columns = dim_qk // 2 if halves else dim_qk
+        tile = {
+            "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dq_columns), "columns_v": _columns(dim_v), "dq_columns": dq_columns,
+        }  # fmt: skip
+        for dq_staged, consumer in _splits(problem, facts):
+            points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
+    return points
+
+
+def derive(fields: dict[str, int]) -> dict[str, int]:
+    """Fields that follow from others."""
+    halves = {
+        "score_registers": "block_q", "dk_registers": "dim_qk", "dv_registers": "dim_v", "dq_registers": "dq_columns", "dq_score_registers": "dq_block_kv",
+    }  # fmt: skip
+    found = {**fields, **{name: fields[of] // 2 for name, of in halves.items()}}
+    return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1))), "dq_smem_bytes": dq_smem_bytes(found)}
+
+
+def constraints(problem: Problem, target: Target) -> list[Constraint]:
+    """Shared memory of a block; registers of a consumer thread."""
+    import sympy
+
+    class Symbols(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            return sympy.Symbol(name)
+
+    f = Symbols()
+    found = [Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes")]
+    if _over_keys(problem):
+        found.append(Constraint("registers of a consumer beyond its share", _consumer_registers(f, sympy.Max) - f["consumer_registers"], 0, "registers"))
+    if _dq_by_rows(problem):
+        found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
+    return found
+
+
+def cost(problem: Problem, facts: Facts, target: Target) -> Any:
+    return 1
+
+
+def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
+    """Tensor maps, the statistics of rows in whole tiles, the float32 sum of dQ, and the amount of work (see ``numbers``)."""
+    maps = [("fg::TensorMap", f"map_{name}") for name in _mapped(problem)]
+    sums = [("float*", "dq_sum")] if _dq_summed(problem) else []
+    counts = ["q_tiles", "kv_tiles", "section", *(("dq_tiles", "dq_section") if _dq_by_rows(problem) else ())]
+    return (*maps, ("float*", "statistics"), *sums, *(("int", name) for name in counts))
+
+
+def _mapped(problem: Problem) -> list[str]:
+    """The tensors that are loaded or stored by TMA."""
+    stored = {"dq": _dq_by_rows(problem), "dk": problem.dk, "dv": problem.dv}
+    return ["q", "k", "v", "dout", *(name for name, by_tma in stored.items() if by_tma)]
+
+
+def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
+    """Boxes of 64 rows by one block of columns."""
+    qk, v = (problem.head_dim_qk, plan.columns_qk, BOX_ROWS), (problem.head_dim_v, plan.columns_v, BOX_ROWS)
+    return tuple(TensorMap(f"map_{name}", name, *(v if name in ("v", "dv", "dout") else qk)) for name in _mapped(problem))
+
+
+def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
+    """Tiles of a head's rows and keys, and the heads of a section, which stay in L2 together: kv heads with their queries and dO, or heads with their keys."""
+
+    def section(bytes_per_head: int, heads: int) -> int:
+        return max(min(plan.section_bytes // max(bytes_per_head, 1), heads), 1)
+
+    kv_heads, dims = sizes.batch * sizes.kv_heads, plan.dim_qk + plan.dim_v
+    found = {
+        "q_tiles": _ceil_div(sizes.q_len, plan.block_q), "kv_tiles": _ceil_div(sizes.kv_len, plan.block_kv),
+        "section": section(problem.group * sizes.q_len * (2 * dims + 4 * plan.dim_qk * plan.dq_summed), kv_heads),
+    }  # fmt: skip
+    if plan.dq_by_rows:
+        found["dq_tiles"] = _ceil_div(sizes.q_len, plan.dq_block_q)
+        found["dq_section"] = section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)
+    return found
+
+
+def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
+    """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
+    rows = sizes.batch * sizes.heads * _ceil_div(sizes.q_len, plan.block_q) * plan.block_q
+    found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
+    return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
+
+
+def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
+    """The kernels of a call in order."""
+    tiles, heads = numbers(problem, plan, sizes), sizes.batch * sizes.heads
+    found = [Launch("backward_prepare", (tiles["q_tiles"] * heads, 1, 1), 256, 0)]
+    if _over_keys(problem):
+        found.append(Launch("backward_main", (tiles["kv_tiles"] * sizes.batch * sizes.kv_heads, 1, 1), 384, plan.smem_bytes))
+    if _dq_by_rows(problem):
+        found.append(Launch("backward_dq", (tiles["dq_tiles"] * heads, 1, 1), 384, plan.dq_smem_bytes))
+    if _dq_summed(problem):
+        found.append(Launch("backward_finish", (tiles["q_tiles"] * heads, 1, 1), 256, 0))
+    return found

@@ -1,0 +1,1050 @@
+// Attention backward written by flashgen: sm90a, bfloat16, head dims 256/256, family sm90, seqlens_k.
+// Keys of a row: k <= q + kv_len - q_len and k >= q + kv_len - q_len - int_0 and k <= q + kv_len + int_1 - q_len.
+// Tiles are empty, full or partial by interval evaluation.
+// Score: a general function of s, 3 operations per pair, 0 of them loads.
+
+#include "fg/base.h"
+#include "fg/interval.h"
+
+using real = float;        // scores, statistics, captured floats
+using T = fg::bf16;  // q, k, v, out
+
+constexpr int HEAD_DIM_QK = 256;
+constexpr int HEAD_DIM_V = 256;
+constexpr int GROUP = 1;  // query heads per kv head
+constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 64;
+constexpr int COLUMNS_QK = 64;
+constexpr int COLUMNS_V = 64;
+constexpr int CONSUMER_REGISTERS = 240;
+constexpr int DIM_QK = 256;
+constexpr int DIM_V = 256;
+constexpr int DK_REGISTERS = 128;
+constexpr int DQ_BLOCK_KV = 64;
+constexpr int DQ_BLOCK_Q = 128;
+constexpr int DQ_BY_ROWS = 1;
+constexpr int DQ_COLUMNS = 256;
+constexpr int DQ_REGISTERS = 128;
+constexpr int DQ_SCORE_REGISTERS = 32;
+constexpr int DQ_SMEM_BYTES = 230400;
+constexpr int DQ_STAGED = 0;
+constexpr int DQ_SUMMED = 0;
+constexpr int DV_REGISTERS = 128;
+constexpr int OVERLAP = 0;
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int SCORE_REGISTERS = 32;
+constexpr int SECTION_BYTES = 41943040;
+constexpr int SMEM_BYTES = 215040;
+constexpr int STAGES = 2;
+constexpr int WIDE = 1;
+
+#include "fg/math.cuh"
+#include "fg/sm90/backward.cuh"
+#include "fg/sm90/layout.cuh"
+#include "fg/sm90/ptx.cuh"
+#include "fg/sm90/rows.cuh"
+#include "fg/sm90/schedule.cuh"
+
+// d (64 x 64) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
+__device__ __forceinline__ void multiply_scores(float (&d)[32], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// d (64 x 64) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
+__device__ __forceinline__ void multiply_rows(float (&d)[32], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// d (64 x 256) += a b: a in registers, b in shared memory, the depth of the product down its rows.
+__device__ __forceinline__ void add_dq(float (&d)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
+
+// d (64 x 256) += a b: a in registers, b in shared memory, the depth of the product down its rows.
+__device__ __forceinline__ void add_dv(float (&d)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
+
+// d (64 x 256) += a b: a in registers, b in shared memory, the depth of the product down its rows.
+__device__ __forceinline__ void add_dk(float (&d)[128], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
+
+struct Params {
+  fg::TensorMap map_q;
+  fg::TensorMap map_k;
+  fg::TensorMap map_v;
+  fg::TensorMap map_dout;
+  fg::TensorMap map_dq;
+  fg::TensorMap map_dk;
+  fg::TensorMap map_dv;
+  const T* q;
+  const T* k;
+  const T* v;
+  const T* out;
+  const T* dout;
+  T* dq;
+  T* dk;
+  T* dv;
+  const real* lse;
+  real* delta;
+  const int* seqlens_k;
+  float* statistics;
+  long long q_stride_b;
+  long long q_stride_h;
+  long long q_stride_l;
+  long long k_stride_b;
+  long long k_stride_h;
+  long long k_stride_l;
+  long long v_stride_b;
+  long long v_stride_h;
+  long long v_stride_l;
+  long long out_stride_b;
+  long long out_stride_h;
+  long long out_stride_l;
+  long long dout_stride_b;
+  long long dout_stride_h;
+  long long dout_stride_l;
+  long long dq_stride_b;
+  long long dq_stride_h;
+  long long dq_stride_l;
+  long long dk_stride_b;
+  long long dk_stride_h;
+  long long dk_stride_l;
+  long long dv_stride_b;
+  long long dv_stride_h;
+  long long dv_stride_l;
+  long long lse_stride_b;
+  long long lse_stride_h;
+  int batch;
+  int heads;
+  int kv_heads;
+  int q_len;
+  int kv_len;
+  int int_0;
+  int int_1;
+  float scale;
+  float float_0;
+  float float_1;
+  int q_tiles;
+  int kv_tiles;
+  int section;
+  int dq_tiles;
+  int dq_section;
+};
+
+struct Lens { int q_len, kv_len; };
+struct Item { long long q_start, k_start; Lens lens; };  // rows of a batch item within its tensors, and its lengths
+
+FG_FN Item item(const Params& p, int b) {
+  return Item{0, 0, Lens{p.q_len, fg::clamp_index(p.seqlens_k[b], p.kv_len + 1)}};
+}
+
+// The variant: what depends on the head alone, on the row, on the key, and the rest per score.
+struct Uniform {
+  Lens lens;
+  int b, h;
+  real u0;
+  int u1;
+};
+
+struct Row {
+  int r0;
+  int r1;
+  int r2;
+};
+
+struct Col {
+};
+
+FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
+  Uniform u;
+  u.lens = lens;
+  u.b = b;
+  u.h = h;
+  u.u0 = fg::divide(1.0f, p.float_1);
+  u.u1 = u.lens.kv_len - u.lens.q_len;
+  return u;
+}
+
+FG_FN Row row(const Params& p, const Uniform& u, int q) {
+  Row r{};
+  const int t0 = q + u.u1;
+  r.r0 = t0;
+  r.r1 = t0 - p.int_0;
+  r.r2 = t0 + p.int_1;
+  return r;
+}
+
+FG_FN Col col(const Params& p, const Uniform& u, int k) {
+  Col c{};
+  return c;
+}
+
+// s is scale * (q . k)
+FG_FN real score(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k) {
+  return p.float_0 * fg::tanh(s * u.u0);
+}
+
+// the score and d score / d s
+FG_FN void score_grad(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k, real& value, real& slope) {
+  const real t0 = fg::tanh(s * u.u0);
+  value = p.float_0 * t0;
+  slope = u.u0 * (1.0f - t0 * t0) * p.float_0;
+}
+
+FG_FN bool mask(const Params& p, const Uniform& u, const Row& r, const Col& c, int q, int k) {
+  return (k <= r.r0) & (k >= r.r1) & (k <= r.r2);
+}
+
+// EMPTY, PARTIAL or FULL: the mask over a tile of rows and keys, both ends inclusive
+FG_FN int tile_class(const Params& p, const Uniform& u, int q_first, int q_last, int k_first, int k_last) {
+  const auto r0 = fg::span_sub(fg::Span{u.lens.kv_len, u.lens.kv_len}, fg::Span{u.lens.q_len, u.lens.q_len});
+  const auto r1 = fg::span_add(fg::Span{q_first, q_last}, r0);
+  const auto r2 = fg::truth_le(fg::Span{k_first, k_last}, r1);
+  const auto r3 = fg::span_sub(r1, fg::Span{p.int_0, p.int_0});
+  const auto r4 = fg::truth_le(r3, fg::Span{k_first, k_last});
+  const auto r5 = fg::span_add(r1, fg::Span{p.int_1, p.int_1});
+  const auto r6 = fg::truth_le(fg::Span{k_first, k_last}, r5);
+  const auto r7 = fg::truth_and(r4, r6);
+  const auto r8 = fg::truth_and(r2, r7);
+  return r8.must ? fg::FULL : r8.may ? fg::PARTIAL : fg::EMPTY;
+}
+
+// keys that rows q_first..q_last can see
+FG_FN fg::Range kv_range(const Params& p, const Uniform& u, int q_first, int q_last) {
+  const auto r0 = fg::span_add(fg::Span{u.lens.kv_len, u.lens.kv_len}, fg::Span{q_first, q_last});
+  const auto r1 = fg::span_sub(r0, fg::Span{u.lens.q_len, u.lens.q_len});
+  const auto r2 = fg::span_below(r1);
+  const auto r3 = fg::span_sub(r0, fg::Span{p.int_0, p.int_0});
+  const auto r4 = fg::span_sub(r3, fg::Span{u.lens.q_len, u.lens.q_len});
+  const auto r5 = fg::span_above(r4);
+  const auto r6 = fg::span_meet(r2, r5);
+  const auto r7 = fg::span_add(fg::Span{p.int_1, p.int_1}, fg::Span{u.lens.kv_len, u.lens.kv_len});
+  const auto r8 = fg::span_add(r7, fg::Span{q_first, q_last});
+  const auto r9 = fg::span_sub(r8, fg::Span{u.lens.q_len, u.lens.q_len});
+  const auto r10 = fg::span_below(r9);
+  const auto r11 = fg::span_meet(r6, r10);
+  return fg::range_within(r11, u.lens.kv_len);
+}
+
+// rows that keys k_first..k_last can be seen by
+FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_last) {
+  const auto r0 = fg::span_add(fg::Span{u.lens.q_len, u.lens.q_len}, fg::Span{k_first, k_last});
+  const auto r1 = fg::span_sub(r0, fg::Span{u.lens.kv_len, u.lens.kv_len});
+  const auto r2 = fg::span_above(r1);
+  const auto r3 = fg::span_add(fg::Span{p.int_0, p.int_0}, fg::Span{u.lens.q_len, u.lens.q_len});
+  const auto r4 = fg::span_add(r3, fg::Span{k_first, k_last});
+  const auto r5 = fg::span_sub(r4, fg::Span{u.lens.kv_len, u.lens.kv_len});
+  const auto r6 = fg::span_below(r5);
+  const auto r7 = fg::span_meet(r2, r6);
+  const auto r8 = fg::span_sub(r0, fg::Span{p.int_1, p.int_1});
+  const auto r9 = fg::span_sub(r8, fg::Span{u.lens.kv_len, u.lens.kv_len});
+  const auto r10 = fg::span_above(r9);
+  const auto r11 = fg::span_meet(r7, r10);
+  return fg::range_within(r11, u.lens.q_len);
+}
+
+// With P = exp(score - lse), dP = dO V^T and delta = rowsum(dO * O) - dlse:
+//   dV = P^T dO     dS = P * (dP - delta) * d score / d s     dK = scale dS^T Q     dQ = scale dS K
+
+// exp(score - lse) = exp2(score * multiplier - lse * log2 e); a row without keys has lse = -inf and no probabilities.
+FG_FN float log2_sum(float lse) { return lse == -fg::infinity<float>() ? fg::infinity<float>() : lse * (float)fg::LOG2E; }
+
+// Rows of the tensor `name` that belong to (b, h), from the item's first one on.
+#define FG_ROWS(name, b, h, start) (p.name + (b) * p.name##_stride_b + (h) * p.name##_stride_h + (start) * p.name##_stride_l)
+
+// dS K has no notion of a masked key: 0 * NaN is NaN. Such rows of dQ are rare and recognised afterwards; this computes one of them exactly, with one warp.
+__device__ __forceinline__ void repair_row(const Params& p, const Item& at, const Uniform& u, int b, int h, int q) {
+  constexpr int STEPS_QK = (HEAD_DIM_QK + 31) / 32, STEPS_V = (HEAD_DIM_V + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  const T* const query = FG_ROWS(q, b, h, at.q_start + q);
+  const T* const dout = FG_ROWS(dout, b, h, at.q_start + q);
+  const T* const keys = FG_ROWS(k, b, h / GROUP, at.k_start);
+  const T* const values = FG_ROWS(v, b, h / GROUP, at.k_start);
+  const long long index = b * p.lse_stride_b + h * p.lse_stride_h + at.q_start + q;
+  const float lse = log2_sum(p.lse[index]), delta = p.delta[index];
+  if (lse != lse || delta != delta) return;  // a NaN that the row does see
+  const Row row_q = row(p, u, q);
+  const fg::Range seen = kv_range(p, u, q, q);
+  float acc[STEPS_QK] = {};
+#pragma unroll 1
+  for (int k = seen.begin; k < seen.end; ++k) {
+    const Col col_k = col(p, u, k);
+    if (!mask(p, u, row_q, col_k, q, k)) continue;
+    float s = 0.0f, dp = 0.0f;
+#pragma unroll
+    for (int i = 0; i < STEPS_QK; ++i) {
+      const int d = i * 32 + lane;
+      if (d < HEAD_DIM_QK) s += fg::to_real(query[d]) * fg::to_real(keys[k * p.k_stride_l + d]);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS_V; ++i) {
+      const int d = i * 32 + lane;
+      if (d < HEAD_DIM_V) dp += fg::to_real(dout[d]) * fg::to_real(values[k * p.v_stride_l + d]);
+    }
+    s = fg::warp_sum(s) * p.scale;
+    dp = fg::warp_sum(dp);
+    float value, slope;
+    score_grad(p, u, row_q, col_k, s, q, k, value, slope);
+    const float ds = fg::approximate_exp2(value * (float)fg::LOG2E - lse) * (dp - delta) * slope;
+#pragma unroll
+    for (int i = 0; i < STEPS_QK; ++i) {
+      const int d = i * 32 + lane;
+      if (d < HEAD_DIM_QK) acc[i] += ds * fg::to_real(keys[k * p.k_stride_l + d]);
+    }
+  }
+  T* const dq = FG_ROWS(dq, b, h, at.q_start + q);
+#pragma unroll
+  for (int i = 0; i < STEPS_QK; ++i) {
+    const int d = i * 32 + lane;
+    if (d < HEAD_DIM_QK) dq[d] = fg::from_real<T>(acc[i] * p.scale);
+  }
+}
+
+FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b, int h, int first, bool broken) {  // broken: of this lane's row, first + lane / 4
+  unsigned lanes = __ballot_sync(fg::ALL_LANES, broken);
+  while (lanes) {
+    const int quad = (__ffs(lanes) - 1) / 4;
+    if (first + quad < at.lens.q_len) repair_row(p, at, u, b, h, first + quad);
+    lanes &= ~(0xfu << quad * 4);
+  }
+}
+
+// Statistics of one q tile a block.
+extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
+  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
+  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads;
+  const T* const out = FG_ROWS(out, b, h, 0);
+  const T* const dout = FG_ROWS(dout, b, h, 0);
+  float* const statistics = p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q);
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
+    const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
+    float sum = 0.0f;
+    if (q < p.q_len) {
+#pragma unroll
+      for (int chunk = threadIdx.x % LANES; chunk < CHUNKS; chunk += LANES) {
+        const uint4 gradient = *reinterpret_cast<const uint4*>(dout + q * p.dout_stride_l + chunk * 8);
+        sum += fg::dot_chunk<T>(*reinterpret_cast<const uint4*>(out + q * p.out_stride_l + chunk * 8), gradient);
+      }
+    }
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(fg::ALL_LANES, sum, step);
+    if (threadIdx.x % LANES == 0) {
+      float lse = fg::infinity<float>();
+      if (q < p.q_len) {
+        const long long index = b * p.lse_stride_b + h * p.lse_stride_h + q;
+        p.delta[index] = sum;
+        lse = log2_sum(p.lse[index]);
+      }
+      statistics[i] = lse;
+      statistics[BLOCK_Q + i] = sum;
+    }
+  }
+}
+
+// A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
+__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
+
+// backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group. Warpgroup 0 is the producer: its first
+// warp chooses the tiles and loads them by TMA. Warpgroup 1 computes S^T and dV, warpgroup 2 dP^T and dK; what dS needs of the first (P, times the slope of the score)
+// goes over through shared memory, rounded to T. Both start a product of one tile, then add the one before it to their sum.
+//   b, h, kv_head      batch item, query head, kv head
+//   x[4 j + 2 r + e]   S^T or dP^T of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4
+//   operand            P^T or dS^T, packed in pairs
+//   statistics         of a tile's queries: lse in log2 units (+inf for a row without keys: its probabilities are 0), and delta
+// Barriers (full: the TMA's bytes and the producer's arrival; empty: lane 0 of each consumer warp):
+//   k_full, v_full     the block's own keys and values, once
+//   q_full, q_empty    a tile of queries, its statistics, and its description in `tiles`
+//   dout_full, ..empty a tile of dO
+// and the named ones CROSS_FULL, CROSS_FREE, a pair for each slot of `crossing`.
+constexpr int THREADS = 384;
+constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;     // registers of a thread
+constexpr int OWN_BARRIER = 2, CROSS_FULL = 4, CROSS_FREE = 6;  // named barriers, two of each
+
+struct alignas(1024) Smem {
+  T k[BLOCK_KV * DIM_QK];
+  T v[BLOCK_KV * DIM_V];
+  T q[STAGES][BLOCK_Q * DIM_QK];
+  T dout[STAGES][BLOCK_Q * DIM_V];
+  uint4 crossing[STAGES][PAIRS / 4][128];
+  float statistics[STAGES][2][BLOCK_Q];
+  fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
+  int tiles[STAGES];  // see describe
+};
+static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+  const fg::Work work = fg::nth_longest(blockIdx.x, p.kv_tiles, p.batch * p.kv_heads, p.section);
+  const int b = work.head / p.kv_heads, kv_head = work.head - b * p.kv_heads, k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const Lens lens = item(p, b).lens;
+  if (threadIdx.x == 0) {
+    fg::barrier_init(smem.k_full, 1);
+    fg::barrier_init(smem.v_full, 1);
+    for (int i = 0; i < STAGES; ++i) {
+      fg::barrier_init(smem.q_full[i], 1);
+      fg::barrier_init(smem.q_empty[i], 8);
+      fg::barrier_init(smem.dout_full[i], 1);
+      fg::barrier_init(smem.dout_empty[i], 8);
+    }
+    fg::barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (group < 0) {  // ---------------------------------------------------------------------------------------------------------------- producer
+    fg::registers_lower<PRODUCER_REGISTERS>();
+    if (warp == 0) {
+
+      // A stride of 0 (one key for all batch items or heads) is none that a tensor map can have: it holds the one, and is asked for that.
+      auto entry = [](int index, long long stride) { return stride != 0 ? index : 0; };
+      const int k_last = min(k_first + BLOCK_KV, lens.kv_len) - 1;  // < k_first for keys beyond seqlens_k, whose gradients are 0
+      if (lane == 0) {  // at once, while the tiles are looked for
+        fg::barrier_expect(smem.k_full, sizeof(smem.k));
+        fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_KV>(smem.k, p.map_k, smem.k_full, k_first, entry(kv_head, p.k_stride_h), entry(b, p.k_stride_b), fg::READ_ONCE);
+        fg::barrier_expect(smem.v_full, sizeof(smem.v));
+        fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
+      }
+      fg::Ring<STAGES> ring;
+      auto load = [&](int described) {
+        const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
+        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
+        if (lane == 0) {
+          smem.tiles[ring.slot] = described;
+          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
+        }
+        fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
+        if (lane == 0) {
+          fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
+          fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_AGAIN);
+        }
+        ring.advance();
+      };
+      int found = -1;  // the tile found last: loaded once it is known whether another one follows
+#pragma unroll 1
+      for (int head = 0; head < GROUP; ++head) {
+        const Uniform u = uniform(p, lens, b, kv_head * GROUP + head);
+        const fg::Range seen = k_last < k_first ? fg::Range{0, 0} : q_range(p, u, k_first, k_last);
+        const int end = seen.begin < seen.end ? (seen.end + BLOCK_Q - 1) / BLOCK_Q : 0;
+#pragma unroll 1
+        for (int tile = seen.begin / BLOCK_Q; tile < end; ++tile) {
+          bool partial = k_first + BLOCK_KV > lens.kv_len;
+          const int kind = tile_class(p, u, tile * BLOCK_Q, min(tile * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last);
+          if (kind == fg::EMPTY) continue;
+          partial |= kind == fg::PARTIAL;
+          partial |= (tile + 1) * BLOCK_Q > lens.q_len;  // else rows past q_len, zeros with an lse of +inf, come to nothing by themselves
+          if (found >= 0) load(found);
+          found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
+        }
+      }
+      if (found >= 0) {
+        load(found | LAST_TILE);
+      } else if (lane == 0) {
+        smem.tiles[0] = found;
+        fg::barrier_arrive(smem.q_full[0]);
+      }
+    }
+    return;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------------------ consumers
+  fg::registers_raise<CONSUMER_REGISTERS>();
+  fg::Ring<STAGES> ring, before;  // of the tile whose product is computed, and of the one whose operand is at hand
+  unsigned operand[PAIRS];
+  uint4* const crossing = &smem.crossing[0][0][threadIdx.x % 128];
+  constexpr unsigned Q_SLOT = sizeof(smem.q[0]) / 16, DOUT_SLOT = sizeof(smem.dout[0]) / 16;  // what descriptors grow by from slot to slot
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
+  auto next_tile = [&]() {
+    fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
+    return fg::shared_int(smem.tiles[ring.slot]);
+  };
+
+  if (group == 0) {
+    float dv[DV_REGISTERS];
+#pragma unroll
+    for (int i = 0; i < DV_REGISTERS; ++i) dv[i] = 0.0f;
+    constexpr float multiplier = (float)fg::LOG2E;
+    int own_k = k_first + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
+    unsigned k_low = fg::descriptor_low(fg::shared_address(smem.k), 16), q_low = fg::descriptor_low(fg::shared_address(smem.q), 16);
+    unsigned dout_down = fg::descriptor_low(fg::shared_address(smem.dout), BLOCK_Q * COLUMNS_V * 2);
+    int head = 0;
+    Uniform u = uniform(p, lens, b, kv_head * GROUP);
+    Col cols[2] = {col(p, u, own_k), col(p, u, own_k + 8)};
+    auto start_dv = [&]() {
+      fg::barrier_wait(smem.dout_full[before.slot], before.parity);
+      fg::keep(dv);
+      fg::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BLOCK_Q / 16; ++i)
+        add_dv(dv, operand[4 * i], operand[4 * i + 1], operand[4 * i + 2], operand[4 * i + 3], fg::descriptor<COLUMNS_V>(dout_down + before.slot * DOUT_SLOT) + fg::step_down<COLUMNS_V>(i));
+      fg::wgmma_commit();
+    };
+    auto step = [&](int described, bool first) {
+      if (GROUP > 1 && fg::uniform(head_of(described) != head)) {
+        head = head_of(described);
+        u = uniform(p, lens, b, kv_head * GROUP + head);
+        cols[0] = col(p, u, own_k);
+        cols[1] = col(p, u, own_k + 8);
+      }
+      const int own_q = tile_of(described) * BLOCK_Q + lane % 4 * 2;
+      fg::opaque(k_low);  // or the compiler keeps, and spills, the sums of every step of the product
+      fg::opaque(own_k);  // and what follows from the keys
+      float s[SCORES];
+      fg::keep(s);
+      fg::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < DIM_QK / 16; ++i)
+        multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
+      fg::wgmma_commit();
+      if (!first) start_dv();
+      const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
+
+    float slope[SCORES];
+    auto exponentiate = [&]() {
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4) {
+        const float2 lse_i = lse[i];
+        if (i % 16 == 0) asm volatile("" ::: "memory");  // else all rows are loaded at once, into registers that are not there
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int q = own_q + i * 2 + e;
+          const Row row_q = row(p, u, q);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float& x = s[i + 2 * r + e];
+            float value;
+            score_grad(p, u, row_q, cols[r], x * p.scale, q, own_k + r * 8, value, slope[i + 2 * r + e]);
+            x = fg::approximate_exp2(value * multiplier - (e ? lse_i.y : lse_i.x));
+          }
+        }
+      }
+    };
+      if (first) fg::wgmma_wait<0>();
+      else fg::wgmma_wait<1>();
+      fg::keep(s);
+      exponentiate();
+
+    auto hide = [&]() {
+      const Col masked[2] = {col(p, u, own_k), col(p, u, own_k + 8)};  // made again: what only masks read takes no registers elsewhere
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int q = own_q + i * 2 + e;
+          if (e == 0) __syncwarp();  // else all of them are loaded at once, into registers that are not there
+          const Row row_q = row(p, u, q);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            bool visible = own_k + r * 8 < lens.kv_len;
+            visible = visible && q < lens.q_len;
+            visible = visible && mask(p, u, row_q, masked[r], q, own_k + r * 8);
+            if (!visible) s[i + 2 * r + e] = 0.0f;
+          }
+        }
+    };
+      if (fg::uniform(described & PARTIAL_TILE)) hide();
+      __syncwarp();
+      release(smem.q_empty[ring.slot]);
+      if (!first) {
+        fg::wgmma_wait<0>();
+        fg::keep(dv);
+        release(smem.dout_empty[before.slot]);
+      }
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) operand[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+      for (int i = 0; i < SCORES; ++i) s[i] *= slope[i];
+      fg::group_sync(CROSS_FREE + ring.slot, 256);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i += 4)
+        crossing[(ring.slot * PAIRS + i) / 4 * 128] = make_uint4(fg::pack<T>(s[2 * i], s[2 * i + 1]), fg::pack<T>(s[2 * i + 2], s[2 * i + 3]), fg::pack<T>(s[2 * i + 4], s[2 * i + 5]), fg::pack<T>(s[2 * i + 6], s[2 * i + 7]));
+      fg::group_arrive(CROSS_FULL + ring.slot, 256);
+      before = ring;
+      ring.advance();
+    };
+
+    fg::barrier_wait(smem.k_full, 0);
+    int described = next_tile();
+    if (fg::uniform(described >= 0)) {
+      step(described, true);
+#pragma unroll 1
+      while (fg::uniform(!(described & LAST_TILE))) step(described = next_tile(), false);
+      start_dv();
+      fg::wgmma_wait<0>();
+      fg::keep(dv);
+    }
+    fg::group_sync(CROSS_FREE, 256);  // nothing is left in flight between the warpgroups, and nobody reads the values any more
+    fg::group_sync(CROSS_FREE + 1, 256);
+    fg::barrier_wait(smem.v_full, 0);  // if there was no tile they may still be on their way
+    const unsigned staged = fg::shared_address(smem.v);
+#pragma unroll
+    for (int i = 0; i < DV_REGISTERS; i += 8)
+      fg::store_matrices(staged + fg::chunk_offset<COLUMNS_V, BLOCK_KV>(warp * 16 + lane % 16, i / 4 + lane / 16), fg::pack<T>(dv[i], dv[i + 1]), fg::pack<T>(dv[i + 2], dv[i + 3]),
+                         fg::pack<T>(dv[i + 4], dv[i + 5]), fg::pack<T>(dv[i + 6], dv[i + 7]));
+    fg::async_proxy_fence();
+    fg::group_sync(OWN_BARRIER, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int d = 0; d < DIM_V; d += COLUMNS_V) fg::tma_store(p.map_dv, smem.v + d * BLOCK_KV, d, k_first, kv_head, b);
+      fg::tma_store_commit();
+      fg::tma_store_wait_read();  // shared memory must outlive the copies
+    }
+  } else {
+    float dk[DK_REGISTERS];
+#pragma unroll
+    for (int i = 0; i < DK_REGISTERS; ++i) dk[i] = 0.0f;
+    unsigned v_low = fg::descriptor_low(fg::shared_address(smem.v), 16), dout_low = fg::descriptor_low(fg::shared_address(smem.dout), 16);
+    unsigned q_down = fg::descriptor_low(fg::shared_address(smem.q), BLOCK_Q * COLUMNS_QK * 2);
+    auto start_dk = [&]() {
+      fg::keep(dk);
+      fg::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BLOCK_Q / 16; ++i)
+        add_dk(dk, operand[4 * i], operand[4 * i + 1], operand[4 * i + 2], operand[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + before.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
+      fg::wgmma_commit();
+    };
+    auto step = [&](int described, bool first) {
+      fg::barrier_wait(smem.dout_full[ring.slot], ring.parity);
+      fg::opaque(v_low);  // or the compiler keeps, and spills, the sums of every step of the product
+      float dp[SCORES];
+      fg::keep(dp);
+      fg::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < DIM_V / 16; ++i)
+        multiply_scores(dp, fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, BLOCK_KV>(i), fg::descriptor<COLUMNS_V>(dout_low + ring.slot * DOUT_SLOT) + fg::step_across<COLUMNS_V, BLOCK_Q>(i), i != 0);
+      fg::wgmma_commit();
+      if (!first) start_dk();
+      if (first) fg::wgmma_wait<0>();
+      else fg::wgmma_wait<1>();
+      fg::keep(dp);
+      release(smem.dout_empty[ring.slot]);
+      const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4) {
+        const float2 delta_i = delta[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) dp[i + j] -= j % 2 ? delta_i.y : delta_i.x;
+      }
+      if (!first) {
+        fg::wgmma_wait<0>();
+        fg::keep(dk);
+        release(smem.q_empty[before.slot]);
+      }
+      fg::group_sync(CROSS_FULL + ring.slot, 256);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i += 4) {
+        const uint4 four = crossing[(ring.slot * PAIRS + i) / 4 * 128];
+        const unsigned weights[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float low = fg::low_half<T>(weights[j]), high = fg::high_half<T>(weights[j]);
+          float d0 = low * dp[2 * (i + j)], d1 = high * dp[2 * (i + j) + 1];
+          if (described & PARTIAL_TILE) {  // what is hidden has weight 0, whatever its dP is
+            d0 = low == 0.0f ? 0.0f : d0;
+            d1 = high == 0.0f ? 0.0f : d1;
+          }
+          operand[i + j] = fg::pack<T>(d0, d1);
+        }
+      }
+      fg::group_arrive(CROSS_FREE + ring.slot, 256);
+      before = ring;
+      ring.advance();
+    };
+
+    fg::group_arrive(CROSS_FREE, 256);
+    fg::group_arrive(CROSS_FREE + 1, 256);
+    fg::barrier_wait(smem.v_full, 0);
+    int described = next_tile();
+    if (fg::uniform(described >= 0)) {
+      step(described, true);
+#pragma unroll 1
+      while (fg::uniform(!(described & LAST_TILE))) step(described = next_tile(), false);
+      start_dk();
+      fg::wgmma_wait<0>();
+      fg::keep(dk);
+    }
+    // Nobody reads the keys any more: the last weights that came over were made of them.
+    fg::barrier_wait(smem.k_full, 0);  // if there was no tile they may still be on their way
+    const unsigned staged = fg::shared_address(smem.k);
+#pragma unroll
+    for (int i = 0; i < DK_REGISTERS; ++i) dk[i] *= p.scale;
+#pragma unroll
+    for (int i = 0; i < DK_REGISTERS; i += 8)
+      fg::store_matrices(staged + fg::chunk_offset<COLUMNS_QK, BLOCK_KV>(warp * 16 + lane % 16, i / 4 + lane / 16), fg::pack<T>(dk[i], dk[i + 1]), fg::pack<T>(dk[i + 2], dk[i + 3]),
+                         fg::pack<T>(dk[i + 4], dk[i + 5]), fg::pack<T>(dk[i + 6], dk[i + 7]));
+    fg::async_proxy_fence();
+    fg::group_sync(OWN_BARRIER + 1, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int d = 0; d < DIM_QK; d += COLUMNS_QK) fg::tma_store(p.map_dk, smem.k + d * BLOCK_KV, d, k_first, kv_head, b);
+      fg::tma_store_commit();
+      fg::tma_store_wait_read();  // shared memory must outlive the copies
+    }
+  }
+}
+
+// backward_dq: a block owns DQ_BLOCK_Q rows of one head, a consumer warpgroup 64 of them, and walks over the keys that they see. dS goes straight from the
+// accumulators into the next product. A step starts the scores and dP of one tile, then dQ += dS K of the tile before it,
+// which is in flight while it makes its own dS.
+//   s[4 j + 2 r + e]   score of row r * 8 + g and key 8 j + 2 c + e; dp likewise
+//   q_full, dout_full  the block's own rows, once
+//   k_full, k_empty    a tile of keys, and in `tiles` what it is: tile * 2 + (something in it may be hidden); < 0: no more
+//   v_full, v_empty    a tile of values
+constexpr int DQ_SCORES = DQ_SCORE_REGISTERS, DQ_SUMS = DK_REGISTERS;  // registers of a thread
+constexpr int DQ_STAGES = 2;
+constexpr int DQ_BOTH_BARRIER = 1, DQ_OWN_BARRIER = 2;  // named barriers: of the consumers, and of each consumer warpgroup (2, 3)
+
+struct alignas(1024) DqSmem {
+  T q[DQ_BLOCK_Q * DIM_QK];  // at the end dQ
+  T dout[DQ_BLOCK_Q * DIM_V];
+  T k[DQ_STAGES][DQ_BLOCK_KV * DIM_QK];
+  T v[DQ_BLOCK_KV * DIM_V];
+  fg::Barrier q_full, dout_full, k_full[DQ_STAGES], k_empty[DQ_STAGES], v_full, v_empty;
+  int tiles[DQ_STAGES];
+};
+static_assert(sizeof(DqSmem) == DQ_SMEM_BYTES, "tiler and kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  DqSmem& smem = *reinterpret_cast<DqSmem*>(smem_bytes);
+  const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+  const fg::Work work = fg::nth_longest(blockIdx.x, p.dq_tiles, p.batch * p.heads, p.dq_section);
+  const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * DQ_BLOCK_Q;
+  const Lens lens = item(p, b).lens;
+  if (threadIdx.x == 0) {
+    fg::barrier_init(smem.q_full, 1);
+    fg::barrier_init(smem.dout_full, 1);
+    for (int i = 0; i < DQ_STAGES; ++i) {
+      fg::barrier_init(smem.k_full[i], 1);
+      fg::barrier_init(smem.k_empty[i], 8);
+    }
+    fg::barrier_init(smem.v_full, 1);
+    fg::barrier_init(smem.v_empty, 8);
+    fg::barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (group < 0) {  // ---------------------------------------------------------------------------------------------------------------- producer
+    fg::registers_lower<PRODUCER_REGISTERS>();
+    if (warp > 0) return;
+    auto entry = [](int index, long long stride) { return stride != 0 ? index : 0; };  // of a tensor map, which has no strides of 0
+    const int q_last = min(q_first + DQ_BLOCK_Q, lens.q_len) - 1;
+    fg::Ring<DQ_STAGES> ring;
+    fg::Ring<1> v_ring;
+    const Uniform u = uniform(p, lens, b, h);
+    const fg::Range seen = kv_range(p, u, q_first, q_last);
+    const int first = seen.begin / DQ_BLOCK_KV;
+    bool loaded = false;  // the block's own rows are on their way
+#pragma unroll 1
+    for (int tile = seen.begin < seen.end ? (seen.end - 1) / DQ_BLOCK_KV : -1; tile >= first; --tile) {
+      const int k_first = tile * DQ_BLOCK_KV;
+      bool partial = k_first + DQ_BLOCK_KV > lens.kv_len;
+      const int kind = tile_class(p, u, q_first, q_last, k_first, min(k_first + DQ_BLOCK_KV, lens.kv_len) - 1);
+      if (kind == fg::EMPTY) continue;
+      partial |= kind == fg::PARTIAL;
+      if (lane == 0 && !loaded) {
+        fg::barrier_expect(smem.q_full, sizeof(smem.q));
+        fg::load_tile<DIM_QK, COLUMNS_QK, DQ_BLOCK_Q>(smem.q, p.map_q, smem.q_full, q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_ONCE);
+      }
+      fg::barrier_wait(smem.k_empty[ring.slot], ring.parity ^ 1);
+      if (lane == 0) {
+        smem.tiles[ring.slot] = tile * 2 + partial;
+        fg::barrier_expect(smem.k_full[ring.slot], sizeof(smem.k[0]));
+        fg::load_tile<DIM_QK, COLUMNS_QK, DQ_BLOCK_KV>(smem.k[ring.slot], p.map_k, smem.k_full[ring.slot], k_first, entry(h / GROUP, p.k_stride_h), entry(b, p.k_stride_b), fg::READ_AGAIN);
+        if (!loaded) {
+          fg::barrier_expect(smem.dout_full, sizeof(smem.dout));
+          fg::load_tile<DIM_V, COLUMNS_V, DQ_BLOCK_Q>(smem.dout, p.map_dout, smem.dout_full, q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_ONCE);
+        }
+      }
+      loaded = true;
+      fg::barrier_wait(smem.v_empty, v_ring.parity ^ 1);
+      if (lane == 0) {
+        fg::barrier_expect(smem.v_full, sizeof(smem.v));
+        fg::load_tile<DIM_V, COLUMNS_V, DQ_BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(h / GROUP, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_AGAIN);
+      }
+      ring.advance();
+      v_ring.advance();
+    }
+    fg::barrier_wait(smem.k_empty[ring.slot], ring.parity ^ 1);
+    if (lane == 0) {
+      smem.tiles[ring.slot] = -1;
+      fg::barrier_arrive(smem.k_full[ring.slot]);
+    }
+    return;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------------------ consumers
+  fg::registers_raise<CONSUMER_REGISTERS>();
+  constexpr float multiplier = (float)fg::LOG2E;
+  int own_q = q_first + group * 64 + warp * 16 + lane / 4;  // the thread's rows: this one and 8 further
+  float lse[2], delta[2], dq[DQ_SUMS];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int q = own_q + r * 8, tile = q / BLOCK_Q;
+    const float* const statistics = p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q) + q % BLOCK_Q;
+    lse[r] = tile < p.q_tiles ? statistics[0] : fg::infinity<float>();
+    delta[r] = tile < p.q_tiles ? statistics[BLOCK_Q] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < DQ_SUMS; ++i) dq[i] = 0.0f;
+  const Uniform u = uniform(p, lens, b, h);
+  unsigned gradients[DQ_SCORES / 2];
+  fg::Ring<DQ_STAGES> ring, before;  // of the tile whose scores are computed, and of the one whose dS is at hand
+  fg::Ring<1> v_ring;
+  unsigned q_low = fg::descriptor_low(fg::shared_address(smem.q) + group * 64 * COLUMNS_QK * 2, 16), k_low = fg::descriptor_low(fg::shared_address(smem.k), 16);
+  unsigned dout_low = fg::descriptor_low(fg::shared_address(smem.dout) + group * 64 * COLUMNS_V * 2, 16), v_low = fg::descriptor_low(fg::shared_address(smem.v), 16);
+  unsigned k_down = fg::descriptor_low(fg::shared_address(smem.k), DQ_BLOCK_KV * COLUMNS_QK * 2);
+  constexpr unsigned K_SLOT = sizeof(smem.k[0]) / 16;
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
+  auto next_tile = [&]() {
+    fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
+    return fg::shared_int(smem.tiles[ring.slot]);
+  };
+  auto start_dq = [&]() {
+    fg::keep(dq);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < DQ_BLOCK_KV / 16; ++i)
+      add_dq(dq, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(k_down + before.slot * K_SLOT) + fg::step_down<COLUMNS_QK>(i));
+    fg::wgmma_commit();
+  };
+  auto step = [&](int described, bool first) {
+    const int k_first = (described >> 1) * DQ_BLOCK_KV, own_k = k_first + lane % 4 * 2;
+    fg::opaque(q_low);  // or the compiler keeps, and spills, the sums of every step of the products
+    fg::opaque(dout_low);
+    fg::opaque(v_low);
+    fg::opaque(own_q);
+    // Keys past the length in use may hold anything, and dS K has no notion of a hidden key.
+    if (k_first + DQ_BLOCK_KV > lens.kv_len) {
+      for (int i = threadIdx.x - 128; i < DQ_BLOCK_KV * (DIM_QK / 8); i += 256) {
+        const int k = i % DQ_BLOCK_KV;
+        if (k_first + k >= lens.kv_len)
+          *reinterpret_cast<uint4*>(reinterpret_cast<char*>(smem.k[ring.slot]) + fg::chunk_offset<COLUMNS_QK, DQ_BLOCK_KV>(k, i / DQ_BLOCK_KV)) = make_uint4(0, 0, 0, 0);
+      }
+      fg::async_proxy_fence();
+      fg::group_sync(DQ_BOTH_BARRIER, 256);
+    }
+    float s[DQ_SCORES], dp[DQ_SCORES];
+    fg::keep(s);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < DIM_QK / 16; ++i)
+      multiply_rows(s, fg::descriptor<COLUMNS_QK>(q_low) + fg::step_across<COLUMNS_QK, DQ_BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_low + ring.slot * K_SLOT) + fg::step_across<COLUMNS_QK, DQ_BLOCK_KV>(i), i != 0);
+    fg::wgmma_commit();
+    fg::barrier_wait(smem.v_full, v_ring.parity);
+    fg::keep(dp);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < DIM_V / 16; ++i)
+      multiply_rows(dp, fg::descriptor<COLUMNS_V>(dout_low) + fg::step_across<COLUMNS_V, DQ_BLOCK_Q>(i), fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, DQ_BLOCK_KV>(i), i != 0);
+    fg::wgmma_commit();
+
+    if (!first) start_dq();
+    auto differentiate = [&]() {  // score and lse to probability, then to d score
+      const Row rows[2] = {row(p, u, own_q), row(p, u, own_q + 8)};
+#pragma unroll
+      for (int i = 0; i < DQ_SCORES; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int k = own_k + i * 2 + e;
+          const Col col_k = col(p, u, k);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float x = s[i + 2 * r + e];
+            float& d = dp[i + 2 * r + e];
+            float value, slope;
+            score_grad(p, u, rows[r], col_k, x * p.scale, own_q + r * 8, k, value, slope);
+            d = fg::approximate_exp2(value * multiplier - lse[r]) * (d - delta[r]) * slope;
+          }
+        }
+    };
+    auto hide = [&]() {
+      const Row rows[2] = {row(p, u, own_q), row(p, u, own_q + 8)};
+#pragma unroll
+      for (int i = 0; i < DQ_SCORES; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int k = own_k + i * 2 + e;
+          if (e == 0) __syncwarp();  // else all of them are loaded at once, into registers that are not there
+          const Col col_k = col(p, u, k);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            bool visible = k < lens.kv_len;
+            visible = visible && mask(p, u, rows[r], col_k, own_q + r * 8, k);
+            if (!visible) dp[i + 2 * r + e] = 0.0f;
+          }
+        }
+    };
+    if (first) fg::wgmma_wait<0>();
+    else fg::wgmma_wait<1>();
+    fg::keep(s);
+    fg::keep(dp);
+    release(smem.v_empty);
+    differentiate();
+    if (fg::uniform(described & 1)) hide();
+    if (!first) {
+      fg::wgmma_wait<0>();
+      fg::keep(dq);
+      release(smem.k_empty[before.slot]);
+    }
+#pragma unroll
+    for (int i = 0; i < DQ_SCORES / 2; ++i) gradients[i] = fg::pack<T>(dp[2 * i], dp[2 * i + 1]);
+    before = ring;
+    ring.advance();
+    v_ring.advance();
+  };
+
+  int described = next_tile();
+  if (fg::uniform(described >= 0)) {
+    fg::barrier_wait(smem.q_full, 0);
+    fg::barrier_wait(smem.dout_full, 0);
+    step(described, true);
+#pragma unroll 1
+    while (fg::uniform((described = next_tile()) >= 0)) step(described, false);
+    start_dq();
+    fg::wgmma_wait<0>();
+    fg::keep(dq);
+  }
+  bool broken[2] = {false, false};  // a row holds something that is not finite
+#pragma unroll
+  for (int i = 0; i < DQ_SUMS; ++i) {
+    dq[i] *= p.scale;
+    broken[i / 2 % 2] |= !(fabsf(dq[i]) < fg::infinity<float>());
+  }
+  // Through shared memory, over the warpgroup's own queries; TMA leaves out what lies past the tensor.
+  const unsigned staged = fg::shared_address(smem.q);
+#pragma unroll
+  for (int i = 0; i < DQ_SUMS; i += 8)
+    fg::store_matrices(staged + fg::chunk_offset<COLUMNS_QK, DQ_BLOCK_Q>(group * 64 + warp * 16 + lane % 16, i / 4 + lane / 16), fg::pack<T>(dq[i], dq[i + 1]), fg::pack<T>(dq[i + 2], dq[i + 3]),
+                       fg::pack<T>(dq[i + 4], dq[i + 5]), fg::pack<T>(dq[i + 6], dq[i + 7]));
+  fg::async_proxy_fence();
+  fg::group_sync(DQ_OWN_BARRIER + group, 128);
+  if (threadIdx.x % 128 == 0) {
+#pragma unroll
+    for (int d = 0; d < DIM_QK; d += COLUMNS_QK) fg::tma_store(p.map_dq, smem.q + d * DQ_BLOCK_Q + group * 64 * COLUMNS_QK, d, q_first + group * 64, h, b);
+    fg::tma_store_commit();
+    fg::tma_store_wait();  // before a row is written again
+  }
+  fg::group_sync(DQ_OWN_BARRIER + group, 128);
+  if (__any_sync(fg::ALL_LANES, broken[0] || broken[1])) {
+    const Item at = item(p, b);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) repair_rows(p, at, u, b, h, q_first + group * 64 + warp * 16 + half * 8, half ? broken[1] : broken[0]);
+  }
+}

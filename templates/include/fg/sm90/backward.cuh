@@ -1,0 +1,30 @@
+// The instructions that only a backward needs, one wrapper each: rows copied and added in bulk, transposed matrices, sums in L2. Section numbers: PTX ISA 9.0.
+#pragma once
+#include "fg/sm90/ptx.cuh"
+
+namespace fg {
+
+// Four 8x8 matrices as store_matrices takes them, each transposed (9.7.15.4).
+FG_FN void store_matrices_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// cp.async.bulk (9.7.9.25.4): neighbouring bytes, a multiple of 16 and aligned to as many, to shared memory.
+FG_FN void bulk_load(void* to, const void* from, unsigned bytes, Barrier& arrival) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(&arrival))
+               : "memory");
+}
+// cp.reduce.async.bulk (9.7.9.25.5): float32 values of shared memory added to as many in L2; one of a group as tma_store_commit closes it.
+FG_FN void bulk_add(float* to, const float* from, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+FG_FN void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // then others see what was stored
+template <int PENDING> FG_FN void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+
+// red.global.add (9.7.13.14): four neighbours in L2, 16 bytes aligned, without an answer.
+FG_FN void reduce_add_4(float* address, float x0, float x1, float x2, float x3) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+}
+
+}  // namespace fg

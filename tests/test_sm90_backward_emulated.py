@@ -1,0 +1,193 @@
+"""Do the emitted sm90 backward kernels compute the gradients, without deadlock, when their threads run on the host?
+
+Like ``test_sm90_emulated``: the text that NVRTC compiles, run by the host compiler against the emulators, beside autograd in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sm90_emulated import HOPPER, INCLUDE, TESTS, tensor_map
+
+import flashgen
+from flashgen import abi, bounds, build, emit
+from flashgen.analysis import analyze
+from flashgen.families import Sizes, sm90, sm90_backward
+from flashgen.plan import Plan, candidates
+from flashgen.problem import Problem
+from flashgen.reference import reference
+from flashgen.tables import block_bounds
+
+ENTRY = """
+extern "C" int params_bytes() { return sizeof(Params); }
+extern "C" void launch_NAME(const char* packed, int blocks, int threads) {
+  Params p;
+  memcpy(&p, packed, sizeof p);
+  run_grid(blocks, threads, [&] { NAME(p); });
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    variant: Any = field(default_factory=flashgen.Variant)
+    head_dim: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (1, 1)
+    lengths: tuple[int, int] = (201, 300)
+    dtype: torch.dtype = torch.bfloat16
+    plan: dict[str, int] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ("dq", "dk", "dv")
+    nan: bool = False  # the last key of each head is NaN in column 3
+    seqlens_k: tuple[int, ...] = ()
+    dlse: bool = False
+    deterministic: bool = False
+    shared_batch: bool = False  # keys and values of stride 0 over two batch items
+
+
+CAUSAL = flashgen.Variant(mask=flashgen.causal)
+DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
+SINK_AND_WINDOW = flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4))
+TABLE = torch.linspace(-1, 1, 2 * 41, requires_grad=True).reshape(2, 41).detach().requires_grad_()
+CASES = (
+    Case("full"),
+    Case("full, 128", head_dim=(128, 128), lengths=(130, 200)),
+    Case("added from registers", plan={"dq_staged": 0}),
+    Case("causal, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 150)),
+    Case("causal, float16, 64", CAUSAL, lengths=(300, 431), dtype=torch.float16),
+    Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
+    Case("window", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), lengths=(401, 401)),
+    Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
+    Case("sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500)),
+    Case("deterministic sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500), deterministic=True),
+    Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
+    Case("soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (128, 128), heads=(2, 1), lengths=(140, 140)),
+    Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 1), lengths=(140, 140)),
+    Case("learned table", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150)),
+    Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1)),
+    Case("masked NaN", CAUSAL, nan=True, lengths=(201, 201)),
+    Case("lengths in use", head_dim=(128, 128), seqlens_k=(77,), nan=True),
+    Case("a gradient of lse", CAUSAL, dlse=True),
+    Case("one value, one key", lengths=(1, 1)),
+    Case("no key", CAUSAL, lengths=(5, 0)),
+    Case("head dims 96 and 80", CAUSAL, (96, 80), lengths=(100, 150)),
+    Case("head dims 40 and 16", head_dim=(40, 16)),
+    Case("soft-cap, head dim 16, float16", flashgen.Variant(score=flashgen.softcap(2.0)), (16, 16), dtype=torch.float16, lengths=(48, 40)),
+    Case("documents, head dim 16", flashgen.Variant(mask=flashgen.document(DOCUMENTS)), (16, 16), lengths=(96, 80)),
+    Case("shared batch", CAUSAL, shared_batch=True),
+    Case("only dv", CAUSAL, wanted=("dv",)),
+    Case("dk and dv", CAUSAL, wanted=("dk", "dv")),
+    Case("only dq", CAUSAL, wanted=("dq",), lengths=(300, 300)),
+    Case("deterministic", CAUSAL, (128, 128), heads=(4, 2), deterministic=True),
+    Case("deterministic soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), heads=(2, 1), deterministic=True),
+    Case("deterministic, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True),
+    Case("wide", head_dim=(256, 256), lengths=(130, 200)),
+    Case("wide, causal, grouped heads", CAUSAL, (256, 256), heads=(4, 2), lengths=(150, 150)),
+    Case("wide, soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (256, 256), lengths=(140, 140)),
+    Case("wide, ALiBi, float16", flashgen.Variant(score=flashgen.alibi()), (192, 128), dtype=torch.float16, lengths=(140, 200)),
+    Case("wide, masked NaN", CAUSAL, (192, 192), nan=True, lengths=(201, 201)),
+    Case("wide, lengths in use", head_dim=(144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
+    Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
+)
+
+
+def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes.CDLL, Plan]:
+    first = next(c.plan for c in candidates(analyze(form), problem, HOPPER, "sm90") if not c.rejected)
+    plan = Plan("sm90", "backward", tuple(sorted(sm90_backward.derive({**first.as_dict(), **case.plan}).items())))
+    text = emit.emit(emit.Spec(form, problem, plan, HOPPER)).text
+    text = text[: text.index("// d (64 x")] + text[text.index("struct Params") :]  # without the wgmma wrappers
+    text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"\n', "")
+    text = text.replace('#include "fg/sm90/backward.cuh"\n', "").replace('#include "fg/math.h"', '#include "fg/math.h"\n#include "sm90_backward_emulator.h"')
+    text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
+    entries = re.findall(r"(\w+)\(const __grid_constant__ Params", text)
+    launchers = "".join(ENTRY.replace("NAME", name) for name in entries).replace(ENTRY.split("\n")[1], "") + ENTRY.split("\n")[1]
+    (folder / "kernel.cpp").write_text(text + launchers)
+    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", f"-I{TESTS}"]
+    subprocess.run([*build.host_compiler(), *options, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "kernel.so")), plan
+
+
+def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dlse: torch.Tensor, folder: Path) -> dict[str, torch.Tensor]:
+    traced = case.variant.trace({})
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
+    slots = tuple(n for n, c in enumerate(traced.captures) if c.tensor.requires_grad)
+    problem = Problem(
+        str(q.dtype)[6:], q.shape[-1], v.shape[-1], which="backward", group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0),
+        seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic,
+        **{n: n in case.wanted for n in ("dq", "dk", "dv")},
+    )  # fmt: skip
+    library, plan = built(case, form, problem, folder)
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
+    tensors = {**tensors, **{name: torch.full(tensors[name[1:]].shape, math.nan, dtype=q.dtype) for name in case.wanted}}
+    delta, lengths = torch.full(q.shape[:3], math.nan), torch.tensor(case.seqlens_k, dtype=torch.int32)
+    values: dict[str, Any] = {
+        "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "q_len": sizes.q_len, "kv_len": sizes.kv_len, "scale": scale,
+        "lse": lse.data_ptr(), "delta": delta.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "dlse": dlse.data_ptr(),
+        "seqlens_k": lengths.data_ptr(), **sm90_backward.numbers(problem, plan, sizes),
+    }  # fmt: skip
+    held = {w.field: torch.full((w.elements,), math.nan, dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
+    values |= {name: t.data_ptr() for name, t in held.items()}
+    for name, t in tensors.items():
+        values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
+    values |= {m.field: tensor_map(m, tensors[m.tensor]) for m in sm90_backward.tensor_maps(problem, plan)}
+    values |= {f"float_{n}": x for n, x in enumerate(traced.floats)} | {f"int_{n}": x for n, x in enumerate(traced.ints)}
+    gradients = {n: torch.zeros_like(traced.captures[n].tensor) for n in slots}
+    values |= {f"grad_{n}": t.data_ptr() for n, t in gradients.items()}
+    for n, c in enumerate(traced.captures):
+        values[f"capture_{n}"] = c.tensor.data_ptr()
+        for d in range(c.tensor.dim()):
+            values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
+    tables = {n: block_bounds(traced.captures[n].tensor, count) for n, count in bounds.tables(form, problem).items()}
+    values |= {f"{name}_{n}": t.data_ptr() for n, pair in tables.items() for name, t in zip(("least", "most"), pair)}
+    packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
+    assert len(packed) == library.params_bytes()
+    for launch in sm90_backward.launches(problem, plan, sizes):
+        getattr(library, f"launch_{launch.entry}")(packed, launch.grid[0], launch.threads)
+    return {**{name: tensors[name] for name in case.wanted}, **{f"grad_{n}": t for n, t in gradients.items()}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_emitted_kernels_compute_the_gradients(case, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    make = lambda heads, length, dim: torch.randn(1, heads, length, dim, generator=generator).to(case.dtype)  # noqa: E731
+    (heads, kv_heads), (q_len, kv_len), (dim_qk, dim_v) = case.heads, case.lengths, case.head_dim
+    q, k, v, dout = make(heads, q_len, dim_qk), make(kv_heads, kv_len, dim_qk), make(kv_heads, kv_len, dim_v), make(heads, q_len, dim_v)
+    if case.shared_batch:
+        q, k, v, dout = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), torch.cat((dout, dout.flip(3)))
+    lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    traced = case.variant.trace({})
+    learned = [c.tensor for c in traced.captures if c.tensor.requires_grad]
+    out, lse, _ = reference(case.variant, *leaves, **lengths)
+    dlse = torch.randn(lse.shape, generator=generator) if case.dlse else torch.zeros_like(lse, dtype=torch.float32)
+    seen = lse > -math.inf
+    total = (out * dout.double()).sum() + (torch.where(seen, lse, 0.0) * torch.where(seen, dlse, 0.0).double()).sum()
+    found = torch.autograd.grad(total, [*leaves, *learned], allow_unused=True)
+    wanted = dict(zip(("dq", "dk", "dv"), (torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves))))
+    wanted |= {f"grad_{n}": g for n, g in zip((n for n, c in enumerate(traced.captures) if c.tensor.requires_grad), found[3:])}
+    if case.nan:  # beyond all rows' reach but the last one's, or beyond all
+        k, v = k.clone(), v.clone()
+        k[:, :, -1, 3] = v[:, :, -1, 3] = math.nan
+    lse32 = lse.detach().float()
+    got = emulate(case, {"q": q, "k": k, "v": v, "out": out.detach().to(case.dtype), "dout": dout}, lse32.contiguous(), dlse, tmp_path)
+    rounding = 2**-7 if case.dtype == torch.bfloat16 else 2**-10
+    for name, g in got.items():
+        expected = wanted[name]
+        if case.nan and not case.seqlens_k:  # the last row sees the NaN: it reaches dq of that row, and dk, dv of every key it sees
+            if name != "dq":
+                continue
+            g, expected = g[:, :, :-1], expected[:, :, :-1]
+        assert torch.isfinite(g).all(), name
+        assert (g.double() - expected).norm() <= rounding * expected.norm() + 1e-5, (name, float((g.double() - expected).norm() / expected.norm()))
+        if name in ("dq", "dk", "dv"):
+            nothing = ~seen[..., : g.shape[2]] if name == "dq" else (wanted["dv"] == 0).all(-1)  # rows without keys, keys without rows
+            assert (g[nothing] == 0).all(), f"{name}: exact zeros"
