@@ -74,7 +74,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
     roots = [r for r in (form.score, form.mask, gain, slope, *(g for _, g in gradients), *(i for i, _ in gradients)) if r >= 0]
     stages = _Stages(extended, problem.real, roots, raw=raw)
 
-    score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"]) if form.score >= 0 else []
+    score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"], steps=raw) if form.score >= 0 else []
     both = lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]  # noqa: E731
     grad_lines = stages.function([form.score, slope], both) if slope >= 0 else []
     mask_lines = stages.function([form.mask], lambda p: [f"return {p.expression(form.mask)};"]) if form.mask >= 0 else []
@@ -161,19 +161,20 @@ class _Stages:
     def _storable(self, i: int) -> bool:
         return self.home[i] is not None and self.form.nodes[i].op not in ("const", "number", *_LEAVES)
 
-    def _name(self, i: int, inside: str | None) -> str | None:
+    def _name(self, i: int, inside: str | None, *, steps: bool = False) -> str | None:
         node = self.form.nodes[i]
         if node.op in _LEAVES:
             return _LEAVES[node.op]
-        if self.raw and node.op == "sub" and [self.form.nodes[a].op for a in node.args] == ["q", "k"]:
+        if steps and node.op == "sub" and [self.form.nodes[a].op for a in node.args] == ["q", "k"]:
             return "(d + step)"
         stage = self.home.get(i)
         if i in self.field and stage != inside:
             return f"{str(stage)[0]}.{self.field[i]}"
         return None
 
-    def function(self, roots: list[int], finish) -> list[str]:  # type: ignore[no-untyped-def]
-        printer = Printer(self.form, self.real, lambda i: self._name(i, None), self.exact, narrow=self.raw)
+    def function(self, roots: list[int], finish, *, steps: bool = False) -> list[str]:  # type: ignore[no-untyped-def]
+        """The body of a function; with ``steps`` it is given q - k as d + step, as a score of q . k is."""
+        printer = Printer(self.form, self.real, lambda i: self._name(i, None, steps=steps), self.exact, narrow=self.raw)
         lines = list(printer.statements(roots))
         return lines + finish(printer)
 

@@ -23,6 +23,7 @@ def variants():
         "softcap and window": fg.Variant(mask=fg.causal & fg.sliding_window(1023, 0), score=fg.softcap(30.0)),
         "alibi and documents": fg.Variant(mask=fg.causal & fg.document(ids), score=fg.alibi()),
         "learned table and sink": fg.Variant(score=fg.relative_bias(table), sink=True),
+        "distance mask": fg.Variant(mask=lambda b, h, q, k: (k <= q) & (q - k <= 200), score=lambda s, b, h, q, k: s - 0.5 * (q - k)),
         "user function": fg.Variant(
             mask=lambda b, h, q, k: (q // 64 == k // 64) | (k < 4), score=lambda s, b, h, q, k: s * torch.sigmoid(s) - 0.01 * (q - k).abs()
         ),
