@@ -23,7 +23,7 @@ from .form import Form
 from .launch import Bound, Loaded, load
 from .packing import pack_group
 from .pipeline import prepare
-from .plan import size_class
+from .plan import FEW_ROWS, size_class
 from .problem import Problem
 from .score_bounds import static_bounds
 from .tables import block_bounds
@@ -303,7 +303,7 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def packed_heads(form: Form, c: Call) -> tuple[Form, Call, Callable[[Tensor], Tensor]]:
     """A decoding step of grouped heads as one row per head of a kv head: its form and call, and the view that makes rows of heads in q, out or lse."""
     group = c.q.shape[1] // c.k.shape[1] if c.q.dim() == 4 and c.k.shape[1] else 1
-    if c.q.dim() != 4 or c.q.shape[2] != 1 or group == 1 or c.sink is not None or c.seed is not None:  # which count heads
+    if c.q.dim() != 4 or c.q.shape[2] != 1 or not 1 < group <= FEW_ROWS or c.sink is not None or c.seed is not None:  # which count heads
         return form, c, lambda t: t
     rows: Callable[[Tensor], Tensor] = lambda t: t.squeeze(2).unflatten(1, (c.k.shape[1], group))  # noqa: E731
     return pack_group(form, group), c._replace(q=rows(c.q), max_q=group), rows
@@ -344,9 +344,8 @@ def backward_problem(handle: Handle, c: Call, b: Backward, aligned: bool) -> Pro
 
 def forward_problem(handle: Handle, c: Call, aligned: bool) -> Problem:
     form = parse_handle(handle.text)[1]
-    return _problem(
-        handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=keeps_low(handle, c.q), **static_bounds(form, c.floats, c.scale)
-    )
+    proved = static_bounds(form, c.floats, c.scale) if c.q.element_size() == 2 else {}  # only kernels of 16-bit types ask
+    return _problem(handle, c, aligned, which="forward", lse=True, max_scores=handle.max_scores, out_low=keeps_low(handle, c.q), **proved)
 
 
 def keeps_low(handle: Handle, q: Tensor) -> bool:

@@ -124,8 +124,10 @@ def _visible(form: Form, stages: _Stages) -> list[str]:
     def finish(p: Printer) -> list[str]:
         lines = ["int begin = 0, end = u.lens.kv_len;"]
         for (name, function, shift), bound in bounds:
-            lines.append(f"{name} = fg::{function}({name}, {p.expression(bound, SUM)}{shift});")
-        return [*lines, "return fg::Range{begin, end};"]
+            value = p.expression(bound, SUM)
+            value = f"fg::int_min({value}, u.lens.kv_len - 1){shift}" if shift else value  # a bound may be the largest int
+            lines.append(f"{name} = fg::{function}({name}, {value});")
+        return [*lines, "return fg::Range{begin, fg::int_max(end, 0)};"]
 
     return stages.function([bound for _, bound in bounds], finish) if bounds else []
 

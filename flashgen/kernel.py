@@ -49,7 +49,7 @@ def compile(
     """A Kernel for a variant.
 
     target: None (the device of the tensors it is called with), "cpu", "sm80", "sm86", "sm89", "sm90a", "sm100", "sm120".
-    family: force a kernel family ("cpu", "sm80"). deterministic: None follows ``torch.use_deterministic_algorithms``.
+    family: force a kernel family ("cpu", "sm80", "sm90"). deterministic: None follows ``torch.use_deterministic_algorithms``.
     tune: None uses the winner that ``flashgen.autotune`` recorded on this chip, else the tiler's first choice; True measures at the first call of a problem
     that has no record (never while a CUDA graph is captured); False ignores records. FLASHGEN_TUNE is the default.
     plan: Plan fields to force, e.g. ``{"block_q": 64}``.
@@ -107,7 +107,8 @@ class Kernel:
         Raises ShapeError, DtypeError, DeviceError or VariantError before any launch.
         """
         key = None
-        if self._plain and seqlens_k is sink is inputs is seed is None and not dropout_p and return_aux is False and layout == "bhld":
+        plain = self._plain and seqlens_k is sink is inputs is seed is None and return_aux is False and layout == "bhld"
+        if plain and type(dropout_p) is float and not dropout_p:
             key = signature(q, k, v)
             repeat = self._repeats.get(key)
             if repeat is not None and (found := repeat(q, k, v, self.deterministic)) is not None:

@@ -6,7 +6,6 @@ check of such a call depends on what the signature holds, so a call seen before 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,14 +38,14 @@ def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == k.dtype == v.dtype == torch.get_autocast_dtype(q.device.type)
 
 
-_all: weakref.WeakSet[Repeat] = weakref.WeakSet()
+_generation = 0  # of what is remembered
 
 
 def forget() -> None:
     """Drop what calls remember of passes they loaded, so that the next call of each looks for a tuning record again."""
+    global _generation
     calls.forget()
-    for repeat in _all:
-        repeat.stale = True
+    _generation += 1
 
 
 class Repeat:
@@ -59,20 +58,20 @@ class Repeat:
         return Repeat(text, call, out) if plain else None
 
     def __init__(self, text: str, call: Call, out: Tensor):
-        self._text, self._numbers = text, call[3:]
+        self._text, self._numbers, self._generation = text, call[3:], _generation
         # Statistics are made like this one, which has their shape and dtype and no memory of its own.
         self._lse = torch.empty((), dtype=torch.float64 if out.dtype == torch.float64 else torch.float32, device=out.device).expand(out.shape[:3])
         self._make_out = _maker(call.q, out)
         tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out}
         self._forward = bound_forward(text, call, tensors, torch.empty_like(self._lse), aligned=True)
         self._backward: dict[Any, tuple[Any, list[Maker | None]]] = {}
-        self.stale = False
-        _all.add(self)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None) -> Tensor | None:
         """The output, differentiable; None if these tensors need the long way after all."""
-        bits = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-        if bits or self.stale or q.is_neg() or k.is_neg() or v.is_neg():
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (addresses[0] | addresses[1] | addresses[2]) % 16 or 0 in addresses or self._generation != _generation:
+            return None
+        if q.is_neg() or k.is_neg() or v.is_neg():
             return None
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Attention.apply(self, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic, q, k, v)

@@ -43,7 +43,7 @@ def _absolute(a: Interval) -> Interval:
 
 
 def _exponential(a: Interval) -> Interval:
-    return (math.exp(a[0]) if a[0] > -math.inf else 0.0), (math.exp(a[1]) if a[1] < 700.0 else math.inf)
+    return math.exp(min(a[0], 700.0)), (math.exp(a[1]) if a[1] < 700.0 else math.inf)
 
 
 def _sum(a: Interval, b: Interval) -> Interval:

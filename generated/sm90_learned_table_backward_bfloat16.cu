@@ -608,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 }
 
 // dQ of one q tile a block: the float32 sum, times scale, rounded to T. A thread reads what its like in backward_main added.
-extern "C" __global__ void __launch_bounds__(256) backward_finish(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 4) backward_finish(const __grid_constant__ Params p) {
   const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads;
   const int part = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const float4* const sum = reinterpret_cast<const float4*>(p.dq_sum + dq_sum_tile(p, b, h, tile)) + part * (DQ_REGISTERS * 32) + threadIdx.x % 128;

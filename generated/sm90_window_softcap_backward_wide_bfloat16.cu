@@ -667,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i) operand[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
 #pragma unroll
-      for (int i = 0; i < SCORES; ++i) s[i] *= slope[i];
+      for (int i = 0; i < SCORES; ++i) s[i] = s[i] == 0.0f ? 0.0f : s[i] * slope[i];  // the slope of what is hidden may be anything
       fg::group_sync(CROSS_FREE + ring.slot, 256);
 #pragma unroll
       for (int i = 0; i < PAIRS; i += 4)

@@ -189,10 +189,10 @@ FG_FN bool mask(const Params& p, const Uniform& u, const Row& r, const Col& c, i
 // the keys that row q sees, all between the two; none if begin >= end
 FG_FN fg::Range visible(const Params& p, const Uniform& u, const Row& r, int q) {
   int begin = 0, end = u.lens.kv_len;
-  end = fg::int_min(end, r.r0 + 1);
+  end = fg::int_min(end, fg::int_min(r.r0, u.lens.kv_len - 1) + 1);
   begin = fg::int_max(begin, r.r1);
-  end = fg::int_min(end, r.r2 + 1);
-  return fg::Range{begin, end};
+  end = fg::int_min(end, fg::int_min(r.r2, u.lens.kv_len - 1) + 1);
+  return fg::Range{begin, fg::int_max(end, 0)};
 }
 
 // EMPTY, PARTIAL or FULL: the mask over a tile of rows and keys, both ends inclusive

@@ -88,10 +88,11 @@ def test_wrong_numbers_are_refused(length, count):
         run(fg.Variant(), tensors(length, 90, torch.float32), count)
 
 
-def test_packed_sequences_are_not_split():
+@pytest.mark.parametrize("count", [2, 0, -1])
+def test_packed_sequences_are_not_split(count):
     q, k, v = (t[0].transpose(0, 1) for t in tensors(4, 90, torch.float32))
     with pytest.raises(fg.VariantError, match="packed sequences"):
-        fg.compile(fg.Variant(), plan={"kv_splits": 2}).varlen(
+        fg.compile(fg.Variant(), plan={"kv_splits": count}).varlen(
             q, k, v, cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32), cu_seqlens_k=torch.tensor([0, 90], dtype=torch.int32)
         )
 

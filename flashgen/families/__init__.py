@@ -92,7 +92,7 @@ class Family:
     launches: Callable[[Problem, Plan, Sizes], list[Launch]]  # empty for the cpu family
     tensor_maps: Callable[[Problem, Plan], Sequence[TensorMap]] = lambda problem, plan: ()
     derive: Callable[[str, dict[str, int]], dict[str, int]] = lambda which, fields: fields  # renews fields that follow from others, some of them forced
-    lacks: tuple[str, ...] = ()  # plan fields that only the families after it have: forcing one of them is asking for those
+    lacks: tuple[str, ...] = ()  # plan fields of a forward that only the families after it have: forcing one of them is asking for those
     raw_scores: Callable[[Problem], bool] = lambda problem: False  # score() is given q . k unscaled and q - k, and leaves out gain(); see rewrite.py
     grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see calls.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
@@ -118,7 +118,8 @@ def choose(problem: Problem, target: Target, forced: str | None = None, fields: 
         raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(KNOWN[target.kind])}.")
     passed: dict[str, list[str]] = {}
     for name in (forced,) if forced else ORDER[target.kind]:
-        reasons = get(name).refuse(problem, target) + [f"{name} has no {field}" for field in get(name).lacks if field in fields and not forced]
+        lacking = [field for field in get(name).lacks if field in fields and not forced and problem.which == "forward"]
+        reasons = get(name).refuse(problem, target) + [f"{name} has no {field}" for field in lacking]
         if not reasons:
             return name, passed
         passed[name] = reasons

@@ -30,7 +30,7 @@ def constraints(problem: Problem) -> list[Constraint]:
 
     splits = sympy.Symbol("kv_splits")
     if problem.layout != "dense":
-        return [Constraint("key splits of packed sequences", splits - 1, 0, "more than one")]
+        return [Constraint("key splits of packed sequences", sympy.Abs(splits - 1), 0, "other than one")]
     return [Constraint("key splits", (0 if problem.size == "few" else 1) - splits, 0, "missing")]
 
 
