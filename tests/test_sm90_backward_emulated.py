@@ -95,6 +95,8 @@ CASES = (
     Case("wide, ALiBi, float16", flashgen.Variant(score=flashgen.alibi()), (192, 128), dtype=torch.float16, lengths=(140, 200)),
     Case("wide, masked NaN", CAUSAL, (192, 192), nan=True, lengths=(201, 201)),
     Case("wide, lengths in use", head_dim=(144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
+    Case("wide, soft-cap of lengths in use", flashgen.Variant(score=flashgen.softcap(2.0)), (144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
+    Case("lengths in use, soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), seqlens_k=(77,), nan=True),
     Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
 )
 
