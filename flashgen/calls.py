@@ -199,6 +199,9 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
 
 def _addresses(c: Call, tensors: dict[str, Tensor]) -> dict[str, int]:
     found = {name: t.data_ptr() for name, t in tensors.items()}
+    for name, t in tensors.items():
+        if not found[name] and t.numel():
+            raise DeviceError(f"{name} has no memory (its storage was freed, or it is a tensor without one): pass a tensor that holds its values.")
     for name in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "seed"):
         t = getattr(c, name)
         if t is not None:
@@ -376,7 +379,8 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     """dq, dk, dv, delta and the captured gradients; those not wanted are empty."""
     handle, form = parse_handle(text)
     c = prepared(call)
-    lse = b.lse
+    lse = _rows(stored(b.lse))
+    b = b._replace(lse=lse)
     dq, dk, dv = (output_like(t, t.shape[-1], t.dtype) if w else t.new_empty(0) for t, w in zip((c.q, c.k, c.v), b.wanted))
     delta = torch.empty_like(lse)
     sums = [captured_sums(c.captures[n], lse, b.deterministic) for n in b.slots]
@@ -386,7 +390,7 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
             t.zero_()
     if lse.numel() == 0:
         return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
-    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(b.out), "dout": _rows(stored(b.dout)), **gradients}
+    tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(stored(b.out)), "dout": _rows(stored(b.dout)), **gradients}
     dlse = None if b.dlse is None else stored(b.dlse).to(lse.dtype).contiguous()
     addresses = _addresses(c, tensors)
     addresses |= {"lse": lse.data_ptr(), "delta": delta.data_ptr(), "out_low": b.out_low.data_ptr()}
@@ -413,7 +417,7 @@ def bound_backward(text: str, c: Call, b: Backward, tensors: dict[str, Tensor], 
         trial = lambda: backward_trial(text, c, b)  # noqa: E731
         return loaded(handle, form, problem, c.q.device, trial).bind(_numbers(c, sizes, tensors, b.lse), sizes, scratch)
 
-    return _bind(_key(text, c, tensors, aligned, own_delta, b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)
+    return _bind(_key(text, c, tensors, aligned, own_delta, b.lse.stride(), b.dlse is None, b.out_low.numel() > 0, *b.wanted, *b.slots, b.deterministic), make)
 
 
 # ---- what the tuner runs: a pass on the tensors of a call, with outputs of its own -----------------------------------------------------------------

@@ -83,9 +83,10 @@ def backward(text: str, call: Call, b: Backward) -> Any:
     return run_backward(text, call, b) if direct(call.q, b.dout) else torch.ops.flashgen.backward(text, *call, *b)
 
 
-def _refuse_transforms(tensors: list[Tensor]) -> None:
+def refuse_transforms(tensors: list[Tensor]) -> None:
     """Forward-mode derivatives and torch.func's transforms would get lost at a kernel, or fail deep inside torch."""
-    if torch._C._are_functorch_transforms_active() and any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+    wrapped = torch._C._are_functorch_transforms_active() and any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    if wrapped or any(torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors):  # the latter by torch.autograd.grad(is_grads_batched=True)
         raise VariantError(
             "torch.func transforms (vmap, grad, jvp ...) of attention are not supported: fold a mapped dimension into the batch, and differentiate "
             "with torch.autograd.grad, or transform flashgen.reference.reference."
@@ -129,6 +130,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
         q, k, v, sink, seqlens_k, cu_q, cu_k, seed, out, low, lse, *captures = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            refuse_transforms([t for t in (dout, dlse) if t is not None])
         if dout is None and dlse is None:
             return (None,) * (BEFORE_CAPTURES + len(captures))
         floats, ints, scale, max_q, max_k, dropout_p = ctx.numbers
@@ -164,7 +167,7 @@ def attend(call: Call, slots: tuple[int, ...], handle: Callable[[bool], str], de
     if call.sink is not None:
         differentiable.append(call.sink)
     if not torch.compiler.is_compiling():
-        _refuse_transforms(differentiable)
+        refuse_transforms(differentiable)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
         return forward(handle(False), call)[:3]
     learned = any(call.captures[n].requires_grad for n in slots)

@@ -88,15 +88,17 @@ class Repeat:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, wanted: tuple[bool, ...], deterministic: bool
     ) -> list[Tensor | None]:
         """dq, dk and dv, None where not wanted."""
+        if not torch.compiler.is_compiling():
+            ops.refuse_transforms([dout])
         addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "out": out.data_ptr(), "dout": dout.data_ptr()}
         bits = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"] | addresses["dout"]
-        strange = type(dout) is not Tensor or dout.is_neg() or dout.stride(-1) != 1 or not addresses["dout"]
-        if strange or bits % 16 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        plain = dout.stride(-1) == out.stride(-1) == lse.stride(-1) == 1 and addresses["dout"] and not any(t.is_neg() for t in (q, k, v, out, lse, dout))
+        if bits % 16 or not plain or not ops.direct(dout):
             given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], deterministic)
             dq, dk, dv, *_ = ops.backward(self._text, Call(q, k, v, *self._numbers), given)
             return [g if w else None for g, w in zip((dq, dk, dv), wanted)]
         # Hooks on saved tensors may hand back other strides than they were given.
-        key = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), wanted, deterministic)
+        key = (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), dout.stride(), wanted, deterministic)
         known = self._backward.get(key)
         if known is None:
             known = self._backward[key] = self._bind_backward(q, k, v, out, lse, dout, wanted, deterministic)

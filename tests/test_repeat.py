@@ -131,6 +131,46 @@ def test_saved_tensors_may_come_back_elsewhere_in_memory():
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("unpack", [lambda t: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 3 else t, lambda t: torch._neg_view(-t)])
+@pytest.mark.parametrize("known", [False, True])
+def test_saved_statistics_may_come_back_elsewhere(unpack, known):
+    attend, tensors = kernel(), [t.requires_grad_() for t in make(1)]
+    plain = lambda: torch.autograd.grad(attend(*tensors).square().sum(), tensors)  # noqa: E731
+    attend(*make(0))
+    expected = plain() if known else torch.autograd.grad(kernel()(*tensors).square().sum(), tensors)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        hooked = plain()
+    for gradients in (hooked, plain()):
+        for mine, other in zip(gradients, expected):
+            torch.testing.assert_close(mine, other)
+
+
+def test_tensors_without_memory():
+    attend = kernel()
+    attend(*make(0))
+    q, k, v = make(1)
+    assert torch.equal(attend(torch._efficientzerotensor(q.shape, dtype=q.dtype), k, v), attend(torch.zeros_like(q), k, v))
+    k.untyped_storage().resize_(0)
+    with pytest.raises(fg.DeviceError, match="k has no memory"):
+        attend(q, k, v)
+
+
+def test_batched_gradients_are_refused():
+    attend, tensors = kernel(), [t.requires_grad_() for t in make(1)]
+    for _ in range(2):
+        with pytest.raises(fg.VariantError, match="vmap"):
+            torch.autograd.grad(attend(*tensors), tensors, torch.randn(3, *tensors[0].shape), is_grads_batched=True)
+
+
+def test_dropout_is_checked_on_every_call():
+    attend = kernel()
+    for _ in range(2):
+        for wrong in (None, "", False):
+            with pytest.raises(fg.VariantError):
+                attend(*make(0), dropout_p=wrong)
+        attend(*make(0))
+
+
 def test_wrong_shapes_are_still_refused():
     attend = kernel()
     attend(*make(0))

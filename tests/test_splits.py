@@ -82,7 +82,7 @@ def test_gradients_do_not_care():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(("length", "count"), [(20, 0), (1, -1)])
+@pytest.mark.parametrize(("length", "count"), [(20, 0), (1, -1), (1, 1 << 32)])
 def test_wrong_numbers_are_refused(length, count):
     with pytest.raises(fg.VariantError, match="splits"):
         run(fg.Variant(), tensors(length, 90, torch.float32), count)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import Sizes
 
 BLOCKS_PER_SM = 2  # enough to hide the latency of loads
+MOST_SPLITS = 1 << 16  # that can be forced
 FEWEST_TILES = 2  # of keys that are worth a block of their own
 
 
@@ -31,7 +32,8 @@ def constraints(problem: Problem) -> list[Constraint]:
     splits = sympy.Symbol("kv_splits")
     if problem.layout != "dense":
         return [Constraint("key splits of packed sequences", sympy.Abs(splits - 1), 0, "other than one")]
-    return [Constraint("key splits", (0 if problem.size == "few" else 1) - splits, 0, "missing")]
+    least = 0 if problem.size == "few" else 1
+    return [Constraint("key splits", least - splits, 0, "missing"), Constraint("key splits", sympy.Max(0, splits - MOST_SPLITS), 0, "too many")]
 
 
 def count(plan: Plan, sizes: Sizes, blocks: int) -> int:
