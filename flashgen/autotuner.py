@@ -41,6 +41,8 @@ def autotune(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, backward: bool 
     Takes seconds: up to 24 candidates of a pass are compiled by worker processes, checked against the tiler's choice and timed in turn.
     Raises what the call raises, and VariantError while a CUDA graph is captured.
     """
+    if not hasattr(kernel, "tunable"):
+        raise VariantError(f"flashgen.autotune takes a kernel, not {type(kernel).__name__}: kernel = flashgen.compile(variant).")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise VariantError("a CUDA graph is being captured: call flashgen.autotune before capturing.")
     with ExitStack() as stack, torch.no_grad():

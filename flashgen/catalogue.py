@@ -47,13 +47,17 @@ def _real(x: Any, what: str) -> float:
     raise VariantError(f"{what}={x!r}: a finite number is wanted.")
 
 
-def _broadcast_load(tensor: Any, indices: tuple) -> Any:
-    """Load from a tensor whose dimensions, right-aligned to (B, Hq, Lq, Lk), are 1 or full."""
+def _broadcast_load(tensor: Any, indices: tuple, *, block: int | None = None) -> Any:
+    """Load from a tensor whose dimensions, right-aligned to (B, Hq, Lq, Lk), are 1 or full; with ``block``, an entry stands for so many rows or keys."""
     captured = lang.as_captured(tensor)
     ndim = captured.capture.ndim
     shape = captured.capture.shape or (2,) * ndim
     full = _BROADCAST[4 - ndim :]
-    captured.capture.expect = tuple(1 if n == 1 else name for n, name in zip(shape, full))
+    units = {} if block is None else {"Q": f"Q/{block}", "K": f"K/{block}"}
+    expected = tuple(1 if n == 1 else units.get(name, name) for n, name in zip(shape, full))
+    if captured.capture.expect not in (None, expected):
+        raise VariantError("one tensor stands for two shapes of masks or scores (another block_size, say): give each a tensor of its own, tensor.clone().")
+    captured.capture.expect = expected
     return captured[tuple(0 if n == 1 else i for n, i in zip(shape, indices[4 - ndim :]))] if ndim else captured.scalar()
 
 
@@ -176,10 +180,7 @@ def block_sparse(blocks: Any, block_size: int) -> Mask:
     _tensor(blocks, "block_sparse(blocks)", (0, 1, 2, 3, 4), ("bool",))
 
     def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
-        loaded = _broadcast_load(blocks, (b, h, q // size, k // size))
-        captured = lang.as_captured(blocks).capture
-        captured.expect = tuple((f"{n}/{size}" if n in ("Q", "K") else n) for n in captured.expect or ())
-        return loaded
+        return _broadcast_load(blocks, (b, h, q // size, k // size), block=size)
 
     return Mask(visible, f"block_sparse({size})")
 

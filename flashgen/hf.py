@@ -140,7 +140,9 @@ def register() -> None:
 
 
 try:
-    _original = generic.is_flash_attention_requested
+    _current = generic.is_flash_attention_requested
+    _original = getattr(_current, "replaced", _current)  # this module may be loaded again
+    _asked_for_flash_attention.replaced = _original  # type: ignore[attr-defined]
 except AttributeError:
     raise FlashgenError(f"transformers {transformers.__version__} is too old for flashgen.hf: pip install 'transformers>=5.17'.") from None
 register()

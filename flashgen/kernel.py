@@ -157,14 +157,14 @@ class Kernel:
     def explain(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
         """What was proved, what bounds the tile, predicted traffic and time."""
         form, problem, target = self._describe(which, q, k, v, dict(call))
-        shape, numbers = self._shape(q, k, problem), self._traced(call.get("inputs") or {})
+        shape, numbers = self._shape(q, k, problem, call.get("layout", "bhld")), self._traced(call.get("inputs") or {})
         forced, use_records = dict(self.forced or ()), self.tune is not False
         return explain.explain(form, problem, target, shape, family=self.family, forced=forced, use_records=use_records, numbers=numbers)
 
     def traffic(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Traffic:
         """The predicted bytes and operations that ``explain`` prints, as numbers."""
         form, problem, target = self._describe(which, q, k, v, dict(call))
-        shape, plan = self._shape(q, k, problem), self._choose(form, problem, target)
+        shape, plan = self._shape(q, k, problem, call.get("layout", "bhld")), self._choose(form, problem, target)
         return predict(problem, target, shape, plan, census(form, problem, plan, shape, self._traced(call.get("inputs") or {})))
 
     def build(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Binary:
@@ -323,8 +323,12 @@ class Kernel:
         return handle.text, made, *_wanted(made, traced)
 
     @staticmethod
-    def _shape(q: Any, k: Any, problem: Problem) -> Shape:
-        return Shape.of(q, k) if q is not None and q.dim() == 4 else Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
+    def _shape(q: Any, k: Any, problem: Problem, layout: str = "bhld") -> Shape:
+        if q is None or q.dim() != 4:
+            return Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
+        q, k = (t.transpose(1, 2) if layout == "blhd" else t for t in (q, k))
+        packed = q.shape[1] // k.shape[1] if k.shape[1] and problem.group == 1 else 1  # a decoding step's heads as rows
+        return Shape(q.shape[0], q.shape[1] // packed, k.shape[1], q.shape[2] * packed, k.shape[2])
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()

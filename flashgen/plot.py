@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import checks
 from .capture import Capture
 from .errors import FlashgenError, ShapeError, VariantError
 from .kernel import _resolve
@@ -39,12 +40,20 @@ def tile_classes(
     rows, columns = -(-q_len // block_q), -(-kv_len // block_kv)
     if rows * columns > MOST_TILES:
         raise ShapeError(f"{rows} x {columns} tiles: the limit of a picture is {MOST_TILES}. Choose a larger block_q and block_kv.")
+    for name, value, limit in (("head", head, heads), ("batch_index", batch_index, 1 << 31)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+            raise ShapeError(f"{name}={value!r}: an integer from 0 to {limit - 1} is wanted.")
     chosen = _variant(variant)
-    numbers = chosen.trace(dict(inputs or {}))
+    given = checks.given_inputs(chosen.inputs, inputs)
+    numbers = chosen.trace(given)
     found = np.full((rows, columns), FULL, np.uint8)
     if numbers.form.mask < 0:
         return found
-    tensors = _resolve(numbers.captures, dict(inputs or {}), torch.device("cpu"))
+    tensors = [t.cpu() for t in _resolve(numbers.captures, given, torch.device("cpu"))]
+    batch = max((t.shape[d] for c, t in zip(numbers.captures, tensors) for d, n in enumerate(c.expect or ()) if n == "B"), default=batch_index + 1)
+    checks.captures(numbers.captures, tensors, {"B": batch, "H": heads, "Q": q_len, "K": kv_len}, torch.device("cpu"))
+    if batch_index >= batch:
+        raise ShapeError(f"batch_index={batch_index}: the captured tensors hold {batch} items.")
     numbers = numbers._replace(captures=tuple(map(Capture, tensors)))
     problem = Problem("bfloat16", 128, 128, size=size_class(q_len, kv_len))
     classify = classifier(numbers.form, problem, Shape(1, heads, heads, q_len, kv_len), numbers, batch_index, head)

@@ -261,6 +261,15 @@ def test_a_variant_survives_a_copy_with_its_form_and_captures(copied):
     assert probes.trace(mask=fg.causal).form != after.form
 
 
+@pytest.mark.parametrize("sizes", [(16, 7), (7, 16)])
+def test_one_tensor_of_blocks_has_one_block_size(sizes):
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    mask = fg.block_sparse(blocks, sizes[0]) & fg.block_sparse(blocks, sizes[1])
+    with pytest.raises(fg.VariantError, match="clone"):
+        fg.Variant(mask=mask)
+    fg.Variant(mask=fg.block_sparse(blocks, 16) & fg.block_sparse(blocks.clone(), 7) & ~fg.block_sparse(blocks, 16))
+
+
 def test_a_deepcopy_owns_its_captures():
     variant = learned_variant()
     other = copy.deepcopy(variant)

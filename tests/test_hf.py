@@ -200,3 +200,10 @@ def test_dropout_is_the_kernels():
     plain, dropped, all_dropped = (hf.attention(torch.nn.Module(), q, q, torch.ones_like(q), None, dropout=p)[0] for p in (0.0, 0.4, 1.0))
     torch.testing.assert_close(plain, torch.ones_like(plain))
     assert not torch.equal(dropped, plain) and abs(dropped.mean().item() - 1) < 0.1 and not all_dropped.any()
+
+
+def test_the_module_may_be_loaded_again():
+    import importlib
+
+    importlib.reload(hf)
+    assert not hf._asked_for_flash_attention(None, "flashgen") and hf._asked_for_flash_attention(None, "flash_attention_2")

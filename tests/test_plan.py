@@ -71,3 +71,16 @@ def test_tiles_divide_explicit_blocks(name, which):
     chosen = plan(facts, problem, targets.parse(name), "sm80")
     assert facts.block == 128 and 128 % chosen.block_q == 0 == 128 % chosen.block_kv
     assert straddling(128, 48) == 1.25 and straddling(128, 64) == straddling(64, 128) == straddling(0, 48) == 1.0 and straddling(64, 96) > 1.3
+
+
+@pytest.mark.parametrize("forced", [{"block_q": 0}, {"block_q": 17}, {"block_kv": -16}])
+def test_forced_tiles_of_no_whole_vectors_are_refused(forced):
+    q = torch.zeros(1, 1, 64, 32)
+    with pytest.raises(fg.VariantError, match="tile"):
+        fg.compile(fg.Variant(), plan=forced).build(q, q, q)
+
+
+def test_explain_counts_a_packed_decoding_step_once():
+    q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 4, 4096, 64)
+    compulsory = 4 * (2 * q.numel() + 2 * k.numel())
+    assert fg.compile(fg.Variant(), target="cpu").traffic(q, k, k).plan_bytes < 2 * compulsory

@@ -77,3 +77,18 @@ def test_bytes_over_length_grow_as_predicted():
 def test_an_old_run_without_bytes_is_refused():
     with pytest.raises(flashgen.FlashgenError, match="measure again"):
         plots.roofline({"environment": {}, "rows": []})
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (flashgen.document(torch.arange(4)), {}, "dimension 0 is 4"),
+        (flashgen.causal, {"heads": 2, "head": 2}, "head=2"),
+        (flashgen.causal, {"head": "a"}, "head='a'"),
+        (flashgen.padding(torch.tensor([3, 5], dtype=torch.int32)), {"batch_index": 9}, "batch_index=9"),
+        (flashgen.mask(lambda b, h, q, k: flashgen.input("t", ndim=1)[k] > 0), {}, "missing"),
+    ],
+)
+def test_what_no_call_takes_is_not_drawn(mask, options, message):
+    with pytest.raises(flashgen.FlashgenError, match=message):
+        flashgen.mask_text(mask, 8, 8, **options)

@@ -72,7 +72,12 @@ def _scratch_bytes(problem: Problem) -> Any:
 def _constraints(problem: Problem, target: Target) -> list[Constraint]:
     import sympy
 
-    found = [Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes")]
+    block_q, block_kv = sympy.symbols("block_q block_kv")
+    found = [
+        Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes"),
+        Constraint("query rows of a tile in whole vectors", sympy.Mod(block_q, _width(problem, target)), 0, "left over"),
+        Constraint("query rows and keys of a tile", 1 - sympy.Min(block_q, block_kv), 0, "missing"),
+    ]
     if problem.which == "forward":
         found += splits.constraints(problem)
         found.append(Constraint("key splits on tile registers", sympy.Symbol("amx") * sympy.Abs(sympy.Symbol("kv_splits") - 1), 0, "more than one"))
