@@ -71,7 +71,7 @@ class Kernel:
         target = target if target is not None else settings.target()
         if target is not None:
             targets.parse(target if isinstance(target, str) else repr(target))
-        known = [name for names in families.KNOWN.values() for name in names]
+        known = [name for names in families.ORDER.values() for name in names]
         if family is not None and family not in known:
             raise VariantError(f"family={family!r}: the families are {', '.join(known)}.")
         if tune is not None and not isinstance(tune, bool):

@@ -18,7 +18,7 @@ from .target import Target
 if TYPE_CHECKING:
     from .analysis import Facts
 
-FEW_ROWS = 16  # query rows (times the group where a family packs it) up to which a call counts as decoding
+FEW_ROWS = 16  # query rows up to which a call counts as decoding
 SHORT_KEYS = 1024  # keys up to which prologue and tail dominate
 
 

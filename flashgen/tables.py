@@ -22,6 +22,3 @@ def block_bounds(t: Tensor, dimensions: int) -> tuple[Tensor, Tensor]:
     blocks = t.reshape([*t.shape[:first], *(n for size in t.shape[first:] for n in (size // BLOCK, BLOCK))])
     inner = [first + 2 * d + 1 for d in range(dimensions)]
     return blocks.amin(inner), blocks.amax(inner)
-
-
-__all__ = ["block_bounds"]

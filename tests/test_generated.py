@@ -60,14 +60,14 @@ def test_planned_shared_memory_is_as_recorded_and_fits():
 @pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
 @pytest.mark.parametrize("golden", gpu_goldens(), ids=lambda golden: golden.name)
 def test_gpu_kernels_compile_as_recorded(golden):
-    """A kept kernel is what a call builds for its chip, without spills; the other architectures compile the same text, as recorded."""
+    """A kept kernel is what a call builds for its chip, and spills on no architecture that compiles it."""
     recorded = {(row["entry"], row["arch"]): row for row in read_resources() if row["kernel"] == golden.name}
     found = generated.resources(golden, 0)
     assert {(row["entry"], row["arch"]) for row in found} == set(recorded), f"Update with: {UPDATE}"
     for row in found:
-        was, own = recorded[row["entry"], row["arch"]], row["arch"] == golden.target.arch
-        worse = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if int(row[key]) > (0 if own else int(was[key]) + 64)}
-        assert not worse, f"{golden.name}, {row['entry']} for {row['arch']}: {worse}"
+        spilled = {key: row[key] for key in ("spill_stores", "spill_loads", "stack_bytes") if row[key] != "0"}
+        assert not spilled, f"{golden.name}, {row['entry']} for {row['arch']}: {spilled}"
+        was = recorded[row["entry"], row["arch"]]
         assert row["static_smem_bytes"] == was["static_smem_bytes"]
         # another NVRTC allocates differently; only a jump is a finding
         now, then = int(row["registers"]), int(was["registers"])

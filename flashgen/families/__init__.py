@@ -99,7 +99,6 @@ class Family:
 
 
 ORDER = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # per kind of device, the fastest family first
-KNOWN = ORDER  # those that can be forced
 
 
 def get(name: str) -> Family:
@@ -114,8 +113,8 @@ def choose(problem: Problem, target: Target, forced: str | None = None, fields: 
     """
     from ..errors import VariantError
 
-    if forced is not None and forced not in KNOWN[target.kind]:
-        raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(KNOWN[target.kind])}.")
+    if forced is not None and forced not in ORDER[target.kind]:
+        raise VariantError(f"family={forced!r}: the families for {target.name} are {', '.join(ORDER[target.kind])}.")
     passed: dict[str, list[str]] = {}
     for name in (forced,) if forced else ORDER[target.kind]:
         lacking = [field for field in get(name).lacks if field in fields and not forced and problem.which == "forward"]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..plan import FEW_ROWS
 from . import Constraint, Family, Launch, Sizes, Workspace, splits
+from .common import ceil_div, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -22,7 +24,6 @@ TENSOR_HEAD_DIM = 256  # beyond it, and for float32, the kernels of plain multip
 OVERHEAD_REGISTERS = 56  # addresses, row statistics, operands in flight: read off ptxas reports of the lattice
 RESERVED_SMEM_BYTES = 1024  # per block, by the driver (CUDA C++ Programming Guide, "Compute Capability 8.x")
 HOPPER_MMA_RATE = 0.62  # share of the matrix rate that mma.sync reaches from sm_90 on, where wgmma has the rest
-FEW_ROWS = 16  # rows that a call of size class "few" has at most
 
 # Candidates, best first. Forward: block_q, block_kv, warps, stages, ctas, q_in_registers. Backward: block_q, block_kv, warps, stages, ctas, score_passes.
 # Passes over parts of a product and a shorter unrolling of its steps cost a little and save registers.
@@ -38,10 +39,6 @@ _BACKWARD = (
     (32, 64, 8, 1, 1, 1), (32, 32, 4, 1, 1, 1),
 )  # fmt: skip
 _BACKWARD_DQ = ((64, 64), (64, 32), (64, 16), (32, 32), (32, 16))  # dq_block_q, dq_block_kv of the kernel over q tiles
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def refuse(problem: Problem, target: Target) -> list[str]:
@@ -71,7 +68,7 @@ def _dims(problem: Problem) -> tuple[int, int]:
 
     def pad(dim: int) -> int:
         step = 32 if problem.which == "backward" and dim > 128 else 16
-        return step * _ceil_div(dim, step)
+        return step * ceil_div(dim, step)
 
     return pad(problem.head_dim_qk), pad(problem.head_dim_v)
 
@@ -103,21 +100,11 @@ def _registers(which: str, f: dict[str, Any], largest: Any) -> Any:
     return (sums + largest(2 * f["block_q"] * f["block_kv"] / f["score_passes"], f["block_q"] * f["dim_qk"] / f["dq_passes"])) / threads + OVERHEAD_REGISTERS
 
 
-def _symbols() -> dict[str, Any]:
-    import sympy
-
-    class Symbols(dict[str, Any]):
-        def __missing__(self, name: str) -> Any:
-            return sympy.Symbol(name)
-
-    return Symbols()
-
-
 def constraints(problem: Problem, target: Target) -> list[Constraint]:
     """What a candidate must fit, the blocks that share a multiprocessor included."""
     import sympy
 
-    f = _symbols()
+    f = symbols()
     splitting = splits.constraints(problem) if problem.which == "forward" else []
     if _simt(problem):
         return [Constraint("shared memory", f["smem_bytes"], target.smem_block_bytes, "bytes"), *splitting]
@@ -183,9 +170,9 @@ def _simt_plan(problem: Problem) -> dict[str, int]:
     point = {"simt": 1, "block_q": 64, "block_kv": 64, "warps": 8}
     if problem.which == "forward":
         return point | {"smem_bytes": operands + tile}
-    chunks = _ceil_div(problem.head_dim_qk, 64) + _ceil_div(problem.head_dim_v, 64)
-    splits = _ceil_div(chunks, 8)
-    return point | {"splits": splits, "columns": _ceil_div(chunks, splits), "smem_bytes": operands + 2 * tile}
+    chunks = ceil_div(problem.head_dim_qk, 64) + ceil_div(problem.head_dim_v, 64)
+    splits = ceil_div(chunks, 8)
+    return point | {"splits": splits, "columns": ceil_div(chunks, splits), "smem_bytes": operands + 2 * tile}
 
 
 def _backward_warps(block_q: int, block_kv: int, warps: int, passes: int, dim_qk: int, dim_v: int) -> dict[str, int]:
@@ -208,7 +195,7 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
     """Clocks of an SM per (query, key) pair: a fit over 60 plans timed on an H200 (head dims 64, 128, 256; 5% off), in the chip's own matrix rate."""
     import sympy
 
-    f, largest, smallest = _symbols(), sympy.Max, sympy.Min
+    f, largest, smallest = symbols(), sympy.Max, sympy.Min
     if _simt(problem):
         return sympy.Integer(1)
     dqk, dv = _dims(problem)
@@ -243,7 +230,7 @@ def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
 
 
 def _q_blocks(plan: Plan, sizes: Sizes) -> int:
-    return _ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
+    return ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
 
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -257,7 +244,7 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     if problem.which == "forward":
         return splits.workspaces(problem, sizes, numbers(problem, plan, sizes)["splits"])
     varlen = problem.layout == "varlen"
-    tiles = _ceil_div(sizes.total_q, plan.block_q) + sizes.batch if varlen else sizes.batch * _ceil_div(sizes.q_len, plan.block_q)
+    tiles = ceil_div(sizes.total_q, plan.block_q) + sizes.batch if varlen else sizes.batch * ceil_div(sizes.q_len, plan.block_q)
     return [Workspace("dq_sum", "float32", tiles * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
 
 
@@ -265,17 +252,17 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """The kernels of a call in order; grids are one-dimensional, so that batch * heads may exceed 65,535."""
 
     def q_blocks(block_q: int) -> tuple[int, int, int]:
-        return _ceil_div(sizes.q_len, block_q) * sizes.batch * sizes.heads, 1, 1
+        return ceil_div(sizes.q_len, block_q) * sizes.batch * sizes.heads, 1, 1
 
     if problem.which == "forward":
         count = numbers(problem, plan, sizes).get("splits", 1)
         found = [Launch("forward", (_q_blocks(plan, sizes) * count, 1, 1), plan.warps * 32, plan.smem_bytes)]
         if plan.kv_splits != 1:
-            found.append(Launch("combine", (_ceil_div(sizes.batch * sizes.heads * sizes.q_len, 4), 1, 1), 128, 0))
+            found.append(Launch("combine", (ceil_div(sizes.batch * sizes.heads * sizes.q_len, 4), 1, 1), 128, 0))
         return found
     by_rows = _dq_by_rows(problem)
     by_atomics = problem.dq and not by_rows
-    kv_blocks = _ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads * (plan.splits if plan.simt else 1)
+    kv_blocks = ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads * (plan.splits if plan.simt else 1)
     found = [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
     if problem.dk or problem.dv or by_atomics or problem.capture_grads:
         found.append(Launch("backward_main", (kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes))

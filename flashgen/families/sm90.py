@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward
+from .common import block_columns, ceil_div, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -25,10 +26,6 @@ OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read 
 MOST_REGISTERS = 256  # that setmaxnreg can give a thread
 MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
 SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def refuse(problem: Problem, target: Target) -> list[str]:
@@ -51,11 +48,6 @@ def refuse(problem: Problem, target: Target) -> list[str]:
     return reasons + (sm90_backward.refuse(problem) if problem.which == "backward" else [])
 
 
-def _columns(dim: int) -> int:
-    """Width of a tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim."""
-    return next(columns for columns in (64, 32, 16) if dim % columns == 0)
-
-
 def smem_bytes(fields: dict[str, Any], ceiling: Any) -> Any:
     """Shared memory, for numbers or sympy symbols: what ``sizeof(Smem)`` is in the template, whose alignment is 1024."""
     f = fields
@@ -72,10 +64,10 @@ def _consumer_registers(fields: dict[str, Any]) -> Any:
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
-    dim_qk, dim_v = (16 * _ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
+    dim_qk, dim_v = (16 * ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
     masked, long = facts.has_mask, problem.size == "long"
     common = {
-        "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dim_qk), "columns_v": _columns(dim_v), "sms": target.sms,
+        "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dim_qk), "columns_v": block_columns(dim_v), "sms": target.sms,
         "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128),  # 2-9% faster at 64, 1-3% at 256, even or slower at 128
         "mask_bits": int(facts.data_dependent or facts.mask_ops > MASK_OPS),
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
@@ -117,11 +109,7 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     """Shared memory of a block; registers of a consumer thread (scores, weights and outputs beside the rest)."""
     import sympy
 
-    class Symbols(dict):
-        def __missing__(self, name: str) -> Any:
-            return sympy.Symbol(name)
-
-    f = Symbols()
+    f = symbols()
     held = _consumer_registers(f) + MOST_REGISTERS - f["consumer_registers"]  # with those that the split among warpgroups leaves it without
     return [
         Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
@@ -151,7 +139,7 @@ def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Tiles of query rows of a head, of all heads, and the heads of a section, whose keys and values stay in L2 together."""
-    q_tiles, heads = _ceil_div(sizes.q_len, plan.block_q), sizes.batch * sizes.heads
+    q_tiles, heads = ceil_div(sizes.q_len, plan.block_q), sizes.batch * sizes.heads
     bytes_per_head = max(2 * sizes.kv_len * (plan.dim_qk + plan.dim_v) // problem.group, 1)
     return {"q_tiles": q_tiles, "pieces": q_tiles * heads, "section": max(min(plan.section_bytes // bytes_per_head, heads), 1)}
 

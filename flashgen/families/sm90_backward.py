@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
+from .common import block_columns, ceil_div, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -21,10 +22,6 @@ BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; o
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
 REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
 OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -79,11 +76,6 @@ def _consumer_registers(f: dict[str, Any], largest: Any) -> Any:
     return sums + largest(2 * f["score_registers"], f["score_registers"] + f["dq_registers"] * f["dq_summed"]) + OVERHEAD_REGISTERS
 
 
-def _columns(dim: int) -> int:
-    """Width of a tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim, or the part of it that a warpgroup computes."""
-    return next(columns for columns in (64, 32, 16) if dim % columns == 0)
-
-
 def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     """How dQ reaches its sum (1: staged in shared memory, 0: from registers), and a consumer's registers; a producer that classifies tiles needs more."""
     if not _dq_summed(problem):
@@ -106,10 +98,11 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
         step = 32 if halves else 16
-        dim_qk, dim_v = step * _ceil_div(problem.head_dim_qk, step), 16 * _ceil_div(problem.head_dim_v, 16)
+        dim_qk, dim_v = step * ceil_div(problem.head_dim_qk, step), 16 * ceil_div(problem.head_dim_v, 16)
         dq_columns = dim_qk // 2 if halves else dim_qk
         tile = {
-            "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": _columns(dq_columns), "columns_v": _columns(dim_v), "dq_columns": dq_columns,
+            "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dq_columns), "columns_v": block_columns(dim_v),
+            "dq_columns": dq_columns,
         }  # fmt: skip
         for dq_staged, consumer in _splits(problem, facts):
             points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
@@ -129,11 +122,7 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     """Shared memory of a block; registers of a consumer thread."""
     import sympy
 
-    class Symbols(dict[str, Any]):
-        def __missing__(self, name: str) -> Any:
-            return sympy.Symbol(name)
-
-    f = Symbols()
+    f = symbols()
     found = [Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes")]
     if _over_keys(problem):
         found.append(Constraint("registers of a consumer beyond its share", _consumer_registers(f, sympy.Max) - f["consumer_registers"], 0, "registers"))
@@ -174,18 +163,18 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
 
     kv_heads, dims = sizes.batch * sizes.kv_heads, plan.dim_qk + plan.dim_v
     found = {
-        "q_tiles": _ceil_div(sizes.q_len, plan.block_q), "kv_tiles": _ceil_div(sizes.kv_len, plan.block_kv),
+        "q_tiles": ceil_div(sizes.q_len, plan.block_q), "kv_tiles": ceil_div(sizes.kv_len, plan.block_kv),
         "section": section(problem.group * sizes.q_len * (2 * dims + 4 * plan.dim_qk * plan.dq_summed), kv_heads),
     }  # fmt: skip
     if plan.dq_by_rows:
-        found["dq_tiles"] = _ceil_div(sizes.q_len, plan.dq_block_q)
+        found["dq_tiles"] = ceil_div(sizes.q_len, plan.dq_block_q)
         found["dq_section"] = section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)
     return found
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
-    rows = sizes.batch * sizes.heads * _ceil_div(sizes.q_len, plan.block_q) * plan.block_q
+    rows = sizes.batch * sizes.heads * ceil_div(sizes.q_len, plan.block_q) * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
     return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
 

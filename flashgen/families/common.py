@@ -1,0 +1,28 @@
+"""Common: small pieces of arithmetic that several families' budgets share.
+
+Example: ``symbols()["block_q"] * ceil_div(dim, 16)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def block_columns(dim: int) -> int:
+    """Width of a Hopper tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim or a warpgroup's part."""
+    return next(columns for columns in (64, 32, 16) if dim % columns == 0)
+
+
+def symbols() -> dict[str, Any]:
+    """Plan fields by name as sympy symbols, so that one formula serves numbers and proofs."""
+    import sympy
+
+    class Symbols(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            return sympy.Symbol(name)
+
+    return Symbols()
