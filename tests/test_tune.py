@@ -389,7 +389,10 @@ import torch, flashgen
 q = torch.randn(1, 2, 100, 32)
 flashgen.autotune(flashgen.compile(flashgen.Variant(mask=flashgen.causal), plan={FEW}), q, q, q)
 """
-    child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs, a CI run among them, ignore it
+    )  # fmt: skip
     pids = wait_for(slow_compiler)
     child.send_signal(signal.SIGINT)
     _, error = child.communicate(timeout=60)
