@@ -155,7 +155,7 @@ def test_tune_prints_its_tables_and_the_cache_tells_and_forgets_the_winners(caps
 
 def test_tune_measures_a_preset_and_says_how_good_the_tiler_is(capsys, tmp_path, monkeypatch):
     from flashgen.bench import record
-    from flashgen.bench.peers import Case
+    from flashgen.bench.cases import Case
 
     monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
@@ -183,7 +183,7 @@ def test_explain_draws_the_predicted_bytes(capsys, tmp_path):
 
 def test_bench_prints_ratios_and_keeps_json_and_a_plot(capsys, tmp_path, monkeypatch):
     from flashgen.bench import measure, record
-    from flashgen.bench.peers import Case
+    from flashgen.bench.cases import Case
 
     monkeypatch.setattr(record, "presets", lambda: {"cpu": [(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")]})
     monkeypatch.setitem(measure.TARGET_SECONDS, "cpu", 0.001)

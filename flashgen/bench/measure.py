@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .peers import Case, peers
+from .cases import Case
+from .peers import peers
 
 ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the table
 TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round

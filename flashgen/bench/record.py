@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .. import target as targets
+from .cases import Case
 from .measure import measure, speedup
-from .peers import Case
 
 TOKENS = 16384  # of a GPU case, so that short sequences fill the machine too
 HIDDEN = 2048  # heads * head_dim of a GPU case
@@ -38,11 +38,24 @@ def presets() -> dict[str, list[tuple[Case, str]]]:
         (Case(TOKENS // n, HIDDEN // dim, HIDDEN // dim, n, dim, "bfloat16", variant), what)
         for what in ("forward", "backward")
         for dim in (64, 128, 256)
-        for n in (1024, 4096, 16384)
+        for n in (512, 1024, 2048, 4096, 8192, 16384)
         for variant in ("full", "causal")
     ]
-    variants = [(Case(2, 16, 16, 8192, 128, "bfloat16", v), what) for what in ("forward", "backward") for v in ("full", "causal", "softcap", "alibi", "window")]
-    return {"cpu": cpu, "gpu": gpu, "gpu-variants": variants}
+    passes = ("forward", "backward")
+    scores = ("full", "causal", "softcap", "alibi", "polynomial", "table", "window")
+    variants = [(Case(2, 16, 16, 8192, 128, "bfloat16", variant), what) for what in passes for variant in scores]
+    masks = ("causal", "window", "document", "prefix", "chunked", "dilated", "sink_window", "blocks")
+    sparse = [(Case(1, 16, 16, TOKENS, 128, "bfloat16", variant), what) for what in passes for variant in masks]
+    shapes = [
+        (Case(2, heads, kv_heads, 8192, dim, dtype, variant), what)
+        for what in passes
+        for heads, kv_heads, dim, dtype in (
+            (32, 8, 128, "bfloat16"), (16, 16, 128, "float16"), (32, 32, 64, "bfloat16"), (25, 25, 80, "bfloat16"), (21, 21, 96, "bfloat16"),
+            (16, 16, 128, "bfloat16"), (10, 10, 192, "bfloat16"), (8, 8, 256, "bfloat16"),
+        )
+        for variant in ("full", "causal")
+    ]  # fmt: skip
+    return {"cpu": cpu, "gpu": gpu, "gpu-variants": variants, "gpu-sparse": sparse, "gpu-shapes": shapes}
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 import flashgen
 
-from .peers import Case, make_variant
+from .cases import Case
 from .record import environment
 
 GOOD = 1.05  # the tiler's choice is good where it is at most this much slower than the tuned best
@@ -24,7 +24,7 @@ def run(cases: Iterable[Case], device: str, family: str | None = None) -> dict[s
     for case in cases:
         shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
         q, k, v = (torch.randn(shape, device=device).to(getattr(torch, case.dtype)) for shape in shapes)
-        report = flashgen.autotune(flashgen.compile(make_variant(case), family=family), q, k, v)
+        report = flashgen.autotune(flashgen.compile(case.made(device).variant, family=family), q, k, v)
         for measured in report.passes:
             first, best = measured.rows[0].hot_ms, measured.rows[measured.chosen].hot_ms
             row = {"case": case.name, "what": measured.which, "tiler_ms": first, "tuned_ms": best, "ratio": round(measured.gain, 4)}

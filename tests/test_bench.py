@@ -1,0 +1,49 @@
+"""Benchmark cases: what this project times is what FlexAttention is given, and operations are counted on exact pairs."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+import flashgen
+from flashgen.bench import cases, peers, record
+from flashgen.bench.cases import Case
+
+SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUMENTS": 4}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(cases, name, value)
+    cases._pairs.cache_clear()
+    yield
+    cases._pairs.cache_clear()
+
+
+@pytest.mark.parametrize("name", cases.VARIANTS)
+def test_both_ways_to_write_a_variant_agree(name, small):
+    case = Case(1, 2, 2, 100, 16, "float64", name)
+    made = case.made("cpu")
+    q, k, v = torch.randn(3, 1, 2, 100, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores, index = q @ k.mT / 4, [torch.arange(n) for n in (1, 2, 100, 100)]
+    b, h, i, j = torch.meshgrid(*index, indexing="ij")
+    scores = scores if made.score is None else made.score(scores, b, h, i, j)
+    seen = torch.ones(1, 2, 100, 100, dtype=torch.bool) if made.mask is None else create_mask(made.mask, 1, 2, 100, 100, device="cpu")
+    eager = torch.where(seen, scores, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(flashgen.compile(made.variant)(q, k, v), eager)
+    assert case.flops() == 4 * 2 * 16 * int(seen[0, 0].sum())
+
+
+def test_every_case_of_the_presets_can_be_made():
+    for case in {case for rows in record.presets().values() for case, _ in rows}:
+        assert isinstance(case.made("cpu").variant, flashgen.Variant) and case.heads % case.kv_heads == 0
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(flashgen.VariantError, match="softcap"):
+        Case(1, 2, 2, 100, 16, "float64", "soft").made("cpu")
+
+
+def test_peers_are_those_that_have_the_variant():
+    assert set(peers.peers(Case(1, 2, 2, 100, 16, "float32", "causal"), "cpu")) == {"flashgen", "sdpa"}
+    assert set(peers.peers(Case(1, 2, 2, 100, 16, "float32", "window"), "cpu")) == {"flashgen"}
