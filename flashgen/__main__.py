@@ -40,8 +40,10 @@ def find_variant(text: str) -> Variant:
             found: Any = importlib.import_module(module)
             for name in path.split("."):
                 found = getattr(found, name)
-        except (ImportError, AttributeError) as error:
-            raise VariantError(f"--variant {text}: {error}.") from error
+        except FlashgenError:
+            raise
+        except Exception as error:  # the module is the user's: its import may raise anything
+            raise VariantError(f"--variant {text}: {type(error).__name__}: {error}.") from error
     else:
         names = {name: getattr(flashgen, name) for name in flashgen.__all__} | {"torch": torch}
         try:
@@ -54,7 +56,7 @@ def find_variant(text: str) -> Variant:
     if isinstance(found, flashgen.Kernel):
         found = found.variant
     elif callable(found) and not isinstance(found, Mask | Score):
-        found = found()
+        found = _called(text, found)
     if isinstance(found, Mask):
         found = Variant(mask=found)
     elif isinstance(found, Score):
@@ -62,6 +64,15 @@ def find_variant(text: str) -> Variant:
     if not isinstance(found, Variant):
         raise VariantError(f"--variant {text}: a Variant, Kernel, mask or score is wanted, not {type(found).__name__}.")
     return found
+
+
+def _called(text: str, function: Any) -> Any:
+    try:
+        return function()
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise VariantError(f"--variant {text}: calling it raised {type(error).__name__}: {error}. Such a function takes no argument.") from error
 
 
 def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -126,11 +137,11 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def mask(options: argparse.Namespace) -> None:
-    kernel, (q, k, _), _ = describe(options)
+    variant, q_len, kv_len = find_variant(options.variant), options.length, options.kv_length or options.length
     size = {"block_q": options.block, "block_kv": options.block} if options.block else {}
-    print(flashgen.mask_text(kernel, q.shape[2], k.shape[2], head=options.head, heads=options.heads, **size))
+    print(flashgen.mask_text(variant, q_len, kv_len, head=options.head, heads=options.heads, **size))
     if options.plot is not None:
-        figure = flashgen.plot_mask(kernel, q.shape[2], k.shape[2], head=options.head, heads=options.heads, **size)
+        figure = flashgen.plot_mask(variant, q_len, kv_len, head=options.head, heads=options.heads, **size)
         _save(figure, options.plot)
 
 
@@ -263,6 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.action(options)
     except FlashgenError as error:
         print(f"flashgen: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that cannot be written or read
+        print(f"flashgen: {error}. Choose another path.", file=sys.stderr)
         return 1
     return 0
 

@@ -181,6 +181,19 @@ def test_explain_draws_the_predicted_bytes(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_trouble_of_the_users_files_is_one_line(capsys, tmp_path, monkeypatch):
+    (tmp_path / "broken_variants.py").write_text("1 / 0\n")
+    (tmp_path / "needy_variants.py").write_text("def made(length):\n    return length\n")
+    monkeypatch.chdir(tmp_path)
+    assert "ZeroDivisionError" in fail(capsys, "emit", "--variant", "broken_variants:x")
+    assert "takes no argument" in fail(capsys, "emit", "--variant", "needy_variants:made")
+    assert "Choose another path" in fail(capsys, "emit", "--output", str(tmp_path / "broken_variants.py" / "kernel.cu"))
+
+
+def test_a_picture_of_any_length_makes_no_tensors(capsys):
+    assert "█" in run(capsys, "mask", "--length", "2000000000")
+
+
 def test_bench_prints_ratios_and_keeps_json_and_a_plot(capsys, tmp_path, monkeypatch):
     from flashgen.bench import measure, record
     from flashgen.bench.cases import Case

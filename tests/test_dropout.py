@@ -340,3 +340,9 @@ def test_what_is_no_seed_is_refused(seed):
     q, k, v = tensors(1, 1, 1, 4, 4, 8, torch.float32)
     with pytest.raises(fg.VariantError, match="seed"):
         fg.compile(fg.Variant())(q, k, v, dropout_p=0.5, seed=seed)
+
+
+def test_numbers_of_numpy_are_numbers():
+    kernel, q = fg.compile(fg.Variant()), torch.randn(1, 2, 40, 16)
+    for seed in (7, 2**64 - 3):
+        assert torch.equal(kernel(q, q, q, dropout_p=np.float64(0.25), seed=np.uint64(seed)), kernel(q, q, q, dropout_p=0.25, seed=seed))
