@@ -11,6 +11,7 @@ from typing import Any
 from . import bounds, derivative, ranges
 from .form import Form
 from .language import FLOATS
+from .operations import UNARY_REAL
 
 MAX_PROSE = 6  # operations nested in one term of a sentence
 _INFIX = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "and", "or": "or"}
@@ -28,6 +29,7 @@ class Facts:
     kv_bounded: bool  # the loop over keys has a closed form on at least one side
     score_affine: bool  # score = a * s + c with a, c free of s
     score_ops: int  # operations per (query, key) pair in the score
+    score_specials: int  # those of them that are functions such as tanh, for a GPU's special-function units
     mask_ops: int
     data_dependent: bool  # the mask reads captured tensors
     loads_per_pair: int  # captured loads that no stage can hoist
@@ -79,7 +81,8 @@ def analyze(form: Form) -> Facts:
     }
     return Facts(
         has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_prefix=kv_prefix(form), kv_bounded=kv != ranges.UNBOUNDED,
-        score_affine=_affine(form), score_ops=len(score), mask_ops=len(mask), data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
+        score_affine=_affine(form), score_ops=len(score), score_specials=sum(n.op in UNARY_REAL for n in score), mask_ops=len(mask),
+        data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
         block=max((x.size for x in blocks if x.size > 1), default=0),

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 
 from . import families, pipeline
-from .analysis import analyze
+from .analysis import Facts, analyze
+from .families import Family
 from .form import Form, Traced
 from .plan import Candidate
 from .problem import Problem
@@ -44,6 +45,7 @@ def explain(
     lines += [f"  What bounds the tile: {tight[0]} ({tight[1]} of {tight[2]} {tight[3]})."]
     lines += _rejections(ranked)
     lines += ["", "Predicted", *_prediction(predict(problem, target, shape, best.plan, tiles), target)]
+    lines += _clocks(families.get(name), problem, facts, target, best)
     return "\n".join(lines)
 
 
@@ -67,3 +69,23 @@ def _prediction(t: Traffic, target: Target) -> list[str]:
         f"{t.compulsory_bytes / 1e6:.1f} MB at {target.hbm_gbs:.0f} GB/s = {t.memory_ms:.3f} ms.",
         f"  Bound by {'arithmetic' if t.compute_ms > t.memory_ms else 'memory'} ({max(t.compute_ms, t.memory_ms):.3f} ms).",
     ]
+
+
+def _clocks(family: Family, problem: Problem, facts: Facts, target: Target, best: Candidate) -> list[str]:
+    """What each unit of an SM works on a tile, where the family counts it, and the rate that follows from the busiest one and from the family's cost."""
+    import sympy
+
+    plan = best.plan.as_dict()
+    found = {unit: float(sympy.sympify(x).subs(plan)) for unit, x in family.clocks(problem, facts).items()}
+    if not found:
+        return []
+    busiest, matrix = max(found, key=found.__getitem__), next(iter(found.values()))
+    rate = target.tensor_tflops * matrix  # over the clocks of a tile; in those of the matrix units alone it is the chip's
+    lines = [
+        f"  Clocks of an SM for a tile of {plan['block_q']} x {plan['block_kv']}: {', '.join(f'{unit} {x:.0f}' for unit, x in found.items())}.",
+        f"  Busiest: {busiest}, at most {rate / found[busiest]:.0f} TFLOP/s at {target.clock_mhz} MHz.",
+    ]
+    if sympy.sympify(family.cost(problem, facts, target)).free_symbols:
+        clocks = best.cost * plan["block_q"] * plan["block_kv"]
+        lines.append(f"  With what does not overlap: {clocks:.0f} clocks a tile, {rate / clocks:.0f} TFLOP/s. Power limits lower the clock.")
+    return lines

@@ -59,6 +59,17 @@ def test_explain_names_what_binds_and_what_was_proved():
         assert part in text, part
 
 
+def test_explain_names_the_busiest_unit_of_a_hopper_tile():
+    """Products of a tile of 128 x 128 at head dim 128 take 2 * 128^3 * 2 / 4096 clocks; tanh doubles the special functions, which bind at head dim 64."""
+    q = torch.empty(1, 1, 4096, 128, dtype=torch.bfloat16).expand(1, 16, 4096, 128)
+    plain = fg.compile(fg.Variant(mask=fg.causal), target="sm90a").explain(q, q, q)
+    assert "tile of 128 x 128: matrix 2048, shared-memory port 1792, special functions 1024" in plain and "Busiest: matrix" in plain
+    capped = fg.compile(fg.Variant(mask=fg.causal, score=fg.softcap(30.0)), target="sm90a").explain(q[..., :64], q[..., :64], q[..., :64])
+    assert "Busiest: special functions" in capped
+    backward = fg.compile(fg.Variant(mask=fg.causal), target="sm90a").explain(q, q, q, which="backward")
+    assert "additions to dQ" in backward and "What does not overlap" not in backward
+
+
 def test_explain_says_when_a_chip_was_never_run():
     assert "compiles, never run" in fg.compile(fg.Variant(head_dim=64), target="sm100").explain()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward
+from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
 from .common import block_columns, ceil_div, symbols
 
 if TYPE_CHECKING:
@@ -117,10 +117,6 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     ]
 
 
-def cost(problem: Problem, facts: Facts, target: Target) -> Any:
-    return 1
-
-
 def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the counter that persistent blocks draw their work from, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")]
@@ -165,7 +161,8 @@ FAMILY = Family(
     refuse=refuse,
     lattice=_of_pass(lattice, sm90_backward.lattice),
     constraints=_of_pass(constraints, sm90_backward.constraints),
-    cost=_of_pass(cost, sm90_backward.cost),
+    cost=_of_pass(sm90_clocks.cost, sm90_backward.cost),
+    clocks=sm90_clocks.units,
     templates={"forward": "kernel/sm90/forward.cu.j2", "backward": "kernel/sm90/backward.cu.j2"},
     headers=("fg/base.h", "fg/interval.h", "fg/math.cuh", "fg/sm90/layout.cuh", "fg/sm90/ptx.cuh", "fg/sm90/schedule.cuh", "fg/sm90/softmax.cuh"),
     params=_of_pass(params, sm90_backward.params),
