@@ -8,7 +8,7 @@ import flashgen
 from flashgen.bench import cases, peers, record
 from flashgen.bench.cases import Case
 
-SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUMENTS": 4}
+SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUMENTS": (31, 7, 12)}
 
 
 @pytest.fixture

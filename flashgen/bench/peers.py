@@ -39,6 +39,7 @@ def _flex(case: Case) -> Callable[..., Any]:
     """torch's FlexAttention, compiled once per process and shape."""
     from torch.nn.attention import flex_attention as flex
 
+    torch._dynamo.reset()  # else the ninth variant would exceed the limit of recompilations and run uncompiled
     made = case.made("cuda")
     blocks = None if made.mask is None else flex.create_block_mask(made.mask, None, None, case.length, case.length, device="cuda")
     return functools.partial(_compiled_flex(), score_mod=made.score, block_mask=blocks, enable_gqa=case.heads != case.kv_heads)
