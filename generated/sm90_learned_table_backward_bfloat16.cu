@@ -502,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
             const int k = own_k + r * 8;
             float& x = s[i + 2 * r + e];
             float& d = dp[i + 2 * r + e];
-            bool visible = !is_partial || (q < lens.q_len && k < lens.kv_len);
+            bool visible = !is_partial | ((q < lens.q_len) & (k < lens.kv_len));
             const float scaled = x * p.scale;
             float value, slope;
             score_grad(p, u, row_q, cols[r], scaled, q, k, value, slope);

@@ -555,8 +555,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
             const int k = own_k + r * 8;
             float& x = s[i + 2 * r + e];
             float& d = dp[i + 2 * r + e];
-            bool visible = !is_partial || (q < lens.q_len && k < lens.kv_len);
-            visible = visible && (!is_partial || mask(p, u, row_q, cols[r], q, k));
+            bool visible = !is_partial | ((q < lens.q_len) & (k < lens.kv_len));
+            visible &= !is_partial || mask(p, u, row_q, cols[r], q, k);
             const float scaled = x * p.scale;
             float value, slope;
             score_grad(p, u, row_q, cols[r], scaled, q, k, value, slope);
@@ -809,7 +809,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             bool visible = k < lens.kv_len;
-            visible = visible && mask(p, u, rows[r], col_k, own_q + r * 8, k);
+            visible &= mask(p, u, rows[r], col_k, own_q + r * 8, k);
             if (!visible) dp[i + 2 * r + e] = 0.0f;
           }
         }

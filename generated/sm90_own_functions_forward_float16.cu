@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           const Col col_k = col(p, u, k);
 #pragma unroll
           for (int r = 0; r < 2; ++r)
-            if (k >= lens.kv_len || !mask(p, u, mask_rows[r], col_k, first_q + r * 8, k)) s[i + 2 * r + e] = -fg::infinity<float>();
+            s[i + 2 * r + e] = (k < lens.kv_len) & mask(p, u, mask_rows[r], col_k, first_q + r * 8, k) ? s[i + 2 * r + e] : -fg::infinity<float>();
         }
     };
     // Scores to weights, in place; true if a reference moved: then what o has gathered must be multiplied by rows.factor.

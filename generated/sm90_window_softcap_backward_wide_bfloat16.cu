@@ -650,8 +650,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             bool visible = own_k + r * 8 < lens.kv_len;
-            visible = visible && q < lens.q_len;
-            visible = visible && mask(p, u, row_q, masked[r], q, own_k + r * 8);
+            visible &= q < lens.q_len;
+            visible &= mask(p, u, row_q, masked[r], q, own_k + r * 8);
             if (!visible) s[i + 2 * r + e] = 0.0f;
           }
         }
@@ -986,7 +986,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             bool visible = k < lens.kv_len;
-            visible = visible && mask(p, u, rows[r], col_k, own_q + r * 8, k);
+            visible &= mask(p, u, rows[r], col_k, own_q + r * 8, k);
             if (!visible) dp[i + 2 * r + e] = 0.0f;
           }
         }
