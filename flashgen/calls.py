@@ -181,6 +181,8 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
         "kv_heads": sizes.kv_heads,
         "q_len": sizes.q_len,
         "kv_len": sizes.kv_len,
+        "total_q": sizes.total_q,
+        "total_k": sizes.total_k,
     }
     for name, t in tensors.items():
         values |= _strides(name, t)

@@ -7,33 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_sm90_emulated import HOPPER, INCLUDE, TESTS, tensor_map
+from test_sm90_emulated import HOPPER, compiled, tensor_map
 
 import flashgen
-from flashgen import abi, bounds, build, emit
+from flashgen import abi, bounds, emit
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90, sm90_backward
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
 from flashgen.tables import block_bounds
-
-ENTRY = """
-extern "C" int params_bytes() { return sizeof(Params); }
-extern "C" void launch_NAME(const char* packed, int blocks, int threads) {
-  Params p;
-  memcpy(&p, packed, sizeof p);
-  run_grid(blocks, threads, [&] { NAME(p); });
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -109,11 +98,7 @@ def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes
     text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"\n', "")
     text = text.replace('#include "fg/sm90/backward.cuh"\n', "").replace('#include "fg/math.h"', '#include "fg/math.h"\n#include "sm90_backward_emulator.h"')
     text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
-    entries = re.findall(r"(\w+)\(const __grid_constant__ Params", text)
-    launchers = "".join(ENTRY.replace("NAME", name) for name in entries).replace(ENTRY.split("\n")[1], "") + ENTRY.split("\n")[1]
-    (folder / "kernel.cpp").write_text(text + launchers)
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", f"-I{TESTS}"]
-    subprocess.run([*build.host_compiler(), *options, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+    compiled(text, folder)
     return ctypes.CDLL(str(folder / "kernel.so")), plan
 
 

@@ -51,6 +51,7 @@ class TensorMap:
     columns: int  # the head dim; boxes are filled with zeros beyond it
     box_columns: int
     box_rows: int
+    packed: bool = False  # rows of packed sequences: boxes end where their sequence does, see fg/sm90/ptx.cuh
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def most_tiles(rows: int, sequences: int, tile: int) -> int:
+    """The most tiles that packed sequences can have, each sequence its own: none is emptier than one row."""
+    return min((rows + sequences * (tile - 1)) // tile, rows)
+
+
 def block_columns(dim: int) -> int:
     """Width of a Hopper tile's blocks: the widest swizzle, 128, 64 or 32 bytes, that divides the padded head dim or a warpgroup's part."""
     return next(columns for columns in (64, 32, 16) if dim % columns == 0)

@@ -27,6 +27,8 @@ OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read
 def refuse(problem: Problem) -> list[str]:
     """Reasons against a backward beside those of the forward; empty means accepted."""
     reasons, dims = [], (problem.head_dim_qk, problem.head_dim_v)
+    if problem.layout != "dense":
+        reasons.append(f"sm90's backward has no {problem.layout} layout yet")
     if any(dim % 8 for dim in dims):
         reasons.append(f"sm90's backward takes head dims that are multiples of 8, not {dims}")
     if _wide(problem) and problem.capture_grads:
