@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sm90_emulated import HOPPER, compiled, tensor_map
+from test_sm90_emulated import HOPPER, compiled, packed_values, tensor_map
 
 import flashgen
 from flashgen import abi, bounds, emit
@@ -42,6 +42,7 @@ class Case:
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
 
 
+POISON = {"float32": math.nan, "int32": 1 << 30}  # what workspaces hold before
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
 SINK_AND_WINDOW = flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4))
@@ -102,18 +103,22 @@ def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes
     return ctypes.CDLL(str(folder / "kernel.so")), plan
 
 
-def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dlse: torch.Tensor, folder: Path) -> dict[str, torch.Tensor]:
+def emulate(
+    case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dlse: torch.Tensor, folder: Path,
+    offsets: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients wanted. offsets: of packed sequences, whose rows are then those of one batch item."""
     traced = case.variant.trace({})
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
     slots = tuple(n for n, c in enumerate(traced.captures) if c.tensor.requires_grad)
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], which="backward", group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0),
-        seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic,
+        seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic, layout="varlen" if offsets else "dense",
         **{n: n in case.wanted for n in ("dq", "dk", "dv")},
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
-    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
+    sizes = Sizes(len(offsets[0]) - 1 if offsets else q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
     tensors = {**tensors, **{name: torch.full(tensors[name[1:]].shape, math.nan, dtype=q.dtype) for name in case.wanted}}
     delta, lengths = torch.full(q.shape[:3], math.nan), torch.tensor(case.seqlens_k, dtype=torch.int32)
     values: dict[str, Any] = {
@@ -121,7 +126,7 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
         "lse": lse.data_ptr(), "delta": delta.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "dlse": dlse.data_ptr(),
         "seqlens_k": lengths.data_ptr(), **sm90_backward.numbers(problem, plan, sizes),
     }  # fmt: skip
-    held = {w.field: torch.full((w.elements,), math.nan, dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
+    held = {w.field: torch.full((w.elements,), POISON[w.dtype], dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
     values |= {name: t.data_ptr() for name, t in held.items()}
     for name, t in tensors.items():
         values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
@@ -135,6 +140,8 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
     tables = {n: block_bounds(traced.captures[n].tensor, count) for n, count in bounds.tables(form, problem).items()}
     values |= {f"{name}_{n}": t.data_ptr() for n, pair in tables.items() for name, t in zip(("least", "most"), pair)}
+    if offsets:
+        values |= packed_values(offsets, sizes, values)
     packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
     assert len(packed) == library.params_bytes()
     for launch in sm90_backward.launches(problem, plan, sizes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import test_sm90_backward_emulated as backward
 import torch
 from test_sm90_emulated import CAUSAL, Case, emulate
 
@@ -59,3 +60,48 @@ def test_the_forward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
         assert (lse[:, :, rows][~seen] == -math.inf).all() and torch.allclose(lse[:, :, rows][seen].double(), wanted_lse[seen], atol=1e-4), n
         if case.max_scores:
             assert torch.allclose(top[:, :, rows].double(), wanted_top, atol=1e-4), n
+
+
+BACKWARD = (
+    (backward.Case("full, 128, grouped heads", head_dim=(128, 128), heads=(2, 1)), SKEWED),
+    (backward.Case("causal", CAUSAL, heads=(2, 2)), SKEWED),
+    (backward.Case("causal, added from registers, a gradient of lse", CAUSAL, (128, 128), plan={"dq_staged": 0}, dlse=True), SKEWED),
+    (backward.Case("deterministic soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), deterministic=True), SKEWED),
+    (backward.Case("wide", CAUSAL, (256, 256), heads=(2, 1)), SKEWED),
+    (backward.Case("only dq", CAUSAL, wanted=("dq",)), SKEWED),
+    (backward.Case("many short ones", CAUSAL, (16, 16), heads=(2, 2)), MANY),
+)
+
+
+@pytest.mark.parametrize(("case", "lengths"), BACKWARD, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize("poisoned", [False, True], ids=["", "a neighbour of NaN"])
+def test_the_backward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    (heads, kv_heads), (dim_qk, dim_v), (q_lens, k_lens) = case.heads, case.head_dim, lengths
+    q, k, v, dout = (
+        make(n, h, d, case.dtype, generator) for n, h, d in ((q_lens, heads, dim_qk), (k_lens, kv_heads, dim_qk), (k_lens, kv_heads, dim_v), (q_lens, heads, dim_v))
+    )
+    cu_q, cu_k = offsets(q_lens), offsets(k_lens)
+    out, lse, dlse = torch.full_like(dout, math.nan), torch.full(q.shape[:3], math.nan), torch.randn(q.shape[:3], generator=generator) * case.dlse
+    wanted = {name: torch.full_like(t, math.nan, dtype=torch.double) for name, t in (("dq", q), ("dk", k), ("dv", v))}
+    parts = [(slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])) for n in range(len(q_lens))]
+    for rows, keys in parts:
+        leaves = [t.double().requires_grad_() for t in (q[:, :, rows], k[:, :, keys], v[:, :, keys])]
+        alone, alone_lse, _ = reference(case.variant, *leaves)
+        out[:, :, rows], lse[:, :, rows] = alone.detach(), alone_lse.detach()
+        seen = alone_lse > -math.inf
+        total = (alone * dout[:, :, rows].double()).sum() + torch.where(seen, alone_lse * dlse[:, :, rows].double(), 0.0).nan_to_num().sum()
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+        for name, at, g in zip(("dq", "dk", "dv"), (rows, keys, keys), found):
+            wanted[name][:, :, at] = 0.0 if g is None else g
+    if poisoned:
+        for t, at in ((q, parts[3][0]), (dout, parts[3][0]), (k, parts[3][1]), (v, parts[3][1])):
+            t[:, :, at] = math.nan
+    got = backward.emulate(case, {"q": q, "k": k, "v": v, "out": out, "dout": dout}, lse, dlse, tmp_path, (cu_q, cu_k))
+    rounding = 2**-7 if case.dtype == torch.bfloat16 else 2**-10
+    for name, g in got.items():
+        for n, (rows, keys) in enumerate(parts):
+            at = rows if name == "dq" else keys
+            expected = wanted[name][:, :, at]
+            if not (poisoned and n == 3):
+                assert (g[:, :, at].double() - expected).norm() <= rounding * (expected.norm() + 1), (name, n)  # short ones have few values to be wrong in
