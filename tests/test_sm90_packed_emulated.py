@@ -60,6 +60,7 @@ def test_the_forward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
         assert (lse[:, :, rows][~seen] == -math.inf).all() and torch.allclose(lse[:, :, rows][seen].double(), wanted_lse[seen], atol=1e-4), n
         if case.max_scores:
             assert torch.allclose(top[:, :, rows].double(), wanted_top, atol=1e-4), n
+    assert (out[:, :, cu_q[-1] :] == 0).all() and (lse[:, :, cu_q[-1] :] == -math.inf).all(), "rows of no sequence"
 
 
 BACKWARD = (
@@ -100,6 +101,7 @@ def test_the_backward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
     got = backward.emulate(case, {"q": q, "k": k, "v": v, "out": out, "dout": dout}, lse, dlse, tmp_path, (cu_q, cu_k))
     rounding = 2**-7 if case.dtype == torch.bfloat16 else 2**-10
     for name, g in got.items():
+        assert (g[:, :, (cu_q if name == "dq" else cu_k)[-1] :] == 0).all(), f"{name} of no sequence"
         for n, (rows, keys) in enumerate(parts):
             at = rows if name == "dq" else keys
             expected = wanted[name][:, :, at]

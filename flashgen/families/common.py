@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
-from .common import block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -161,7 +161,7 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """One kernel, of packed sequences after the one that lists their tiles; persistent schedules start a block per SM."""
     pieces = numbers(problem, plan, sizes)["pieces"]
     blocks = pieces if plan.schedule == GRID else min(pieces, plan.sms)
-    first = [Launch("forward_prepare", (1, 1, 1), 1024, 0)] if problem.layout == "varlen" else []
+    first = [Launch("forward_prepare", (1 + CLEARING_BLOCKS, 1, 1), 1024, 0)] if problem.layout == "varlen" else []
     return [*first, Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
 
 
@@ -188,4 +188,5 @@ FAMILY = Family(
     raw_scores=lambda problem: problem.which == "forward",
     grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
     numbers=_of_pass(numbers, sm90_backward.numbers),
+    clears=True,
 )

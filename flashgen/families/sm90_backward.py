@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -204,7 +204,7 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     if problem.layout == "varlen":
         tiles = _packed_tiles(plan, sizes)
         rows, keys, dq_rows = tiles["row"] * sizes.heads, tiles["key"] * sizes.kv_heads, tiles["dq"] * sizes.heads
-        found = [Launch("backward_list", (3, 1, 1), 1024, 0)]
+        found = [Launch("backward_list", (3 + CLEARING_BLOCKS, 1, 1), 1024, 0)]
     else:
         count, heads = numbers(problem, plan, sizes), sizes.batch * sizes.heads
         rows, keys, dq_rows = count["q_tiles"] * heads, count["kv_tiles"] * sizes.batch * sizes.kv_heads, count.get("dq_tiles", 0) * heads

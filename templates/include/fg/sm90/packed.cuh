@@ -44,7 +44,7 @@ FG_FN int heads_together(long long section_bytes, long long bytes_per_head, int 
   return (int)int_max(1ll, int_min(section_bytes / int_max(bytes_per_head, 1ll), (long long)heads));
 }
 
-// Zeros in the rows of a (rows, heads, DIM) tensor from `first` on, of no sequence: shared out among `blocks` blocks.
+// What belongs to no sequence, the rows from `first` on, is cleared by blocks that share it: `block` of `blocks`. A (rows, heads, DIM) tensor gets zeros,
 template <int DIM, class S> __device__ __forceinline__ void clear_rows(S* to, long long stride_l, long long stride_h, int first, int rows, int heads, int block, int blocks) {
   constexpr int CHUNKS = DIM / 8;
   const long long count = (long long)(rows - first) * heads * CHUNKS;
@@ -52,6 +52,11 @@ template <int DIM, class S> __device__ __forceinline__ void clear_rows(S* to, lo
     const long long row = i / (heads * CHUNKS), rest = i % (heads * CHUNKS);
     *reinterpret_cast<uint4*>(to + (first + row) * stride_l + rest / CHUNKS * stride_h + rest % CHUNKS * 8) = make_uint4(0, 0, 0, 0);
   }
+}
+// and (heads, rows) statistics what stands for no key.
+__device__ __forceinline__ void clear_statistics(float* to, long long stride_h, float value, int first, int rows, int heads, int block, int blocks) {
+  for (int h = 0; h < heads; ++h)
+    for (int q = first + block * blockDim.x + threadIdx.x; q < rows; q += blocks * blockDim.x) to[h * stride_h + q] = value;
 }
 
 }  // namespace fg
