@@ -39,8 +39,6 @@ def refuse(problem: Problem, target: Target) -> list[str]:
         reasons.append(f"sm90 takes head dims up to {MAX_HEAD_DIM}, not ({problem.head_dim_qk}, {problem.head_dim_v})")
     if problem.size == "few":
         reasons.append("sm90 has no splits over keys yet, which few query rows need")
-    if problem.dropout:
-        reasons.append("sm90 has no dropout yet")
     if not problem.aligned:
         reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes, a multiple of 16 bytes above 0 apart")
     return reasons + (sm90_backward.refuse(problem) if problem.which == "backward" else [])
