@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_sm90_emulated import HOPPER, compiled, packed_values, tensor_map
+from test_sm90_emulated import HOPPER, SEED, compiled, dropout_values, packed_values, tensor_map
 
 import flashgen
 from flashgen import abi, bounds, emit
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90, sm90_backward
+from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
@@ -40,6 +41,7 @@ class Case:
     dlse: bool = False
     deterministic: bool = False
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
+    dropout_p: float = 0.0
 
 
 POISON = {"float32": math.nan, "int32": 1 << 30}  # what workspaces hold before
@@ -88,6 +90,12 @@ CASES = (
     Case("wide, soft-cap of lengths in use", flashgen.Variant(score=flashgen.softcap(2.0)), (144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
     Case("lengths in use, soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), seqlens_k=(77,), nan=True),
     Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
+    Case("dropout", CAUSAL, heads=(4, 2), lengths=(150, 150), dropout_p=0.3),
+    Case("dropout, soft-cap, 128", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), lengths=(140, 140), dropout_p=0.3),
+    Case("dropout, learned table", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150), dropout_p=0.3),
+    Case("deterministic dropout, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True, dropout_p=0.3),
+    Case("wide dropout, soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (256, 256), lengths=(140, 140), dropout_p=0.3),
+    Case("wide dropout", CAUSAL, (192, 192), lengths=(140, 140), dropout_p=0.3),
 )
 
 
@@ -114,7 +122,8 @@ def emulate(
     slots = tuple(n for n, c in enumerate(traced.captures) if c.tensor.requires_grad)
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], which="backward", group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0),
-        seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic, layout="varlen" if offsets else "dense",
+        seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic,
+        dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense",
         **{n: n in case.wanted for n in ("dq", "dk", "dv")},
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
@@ -140,6 +149,8 @@ def emulate(
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
     tables = {n: block_bounds(traced.captures[n].tensor, count) for n, count in bounds.tables(form, problem).items()}
     values |= {f"{name}_{n}": t.data_ptr() for n, pair in tables.items() for name, t in zip(("least", "most"), pair)}
+    seed = seed_tensor(SEED, torch.device("cpu"))
+    values |= dropout_values(case.dropout_p, seed)
     if offsets:
         values |= packed_values(offsets, sizes, values)
     packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
@@ -158,6 +169,7 @@ def test_the_emitted_kernels_compute_the_gradients(case, tmp_path):
     if case.shared_batch:
         q, k, v, dout = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), torch.cat((dout, dout.flip(3)))
     lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    lengths |= {"dropout_p": case.dropout_p, "seed": SEED} if case.dropout_p else {}
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     traced = case.variant.trace({})
     learned = [c.tensor for c in traced.captures if c.tensor.requires_grad]
@@ -183,5 +195,5 @@ def test_the_emitted_kernels_compute_the_gradients(case, tmp_path):
         assert torch.isfinite(g).all(), name
         assert (g.double() - expected).norm() <= rounding * expected.norm() + 1e-5, (name, float((g.double() - expected).norm() / expected.norm()))
         if name in ("dq", "dk", "dv"):
-            nothing = ~seen[..., : g.shape[2]] if name == "dq" else (wanted["dv"] == 0).all(-1)  # rows without keys, keys without rows
+            nothing = ~seen[..., : g.shape[2]] if name == "dq" else (wanted["dk"] == 0).all(-1) & (wanted["dv"] == 0).all(-1)
             assert (g[nothing] == 0).all(), f"{name}: exact zeros"

@@ -22,6 +22,7 @@ import flashgen
 from flashgen import abi, bounds, build, emit, families, tables, target
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90
+from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
@@ -30,6 +31,7 @@ from flashgen.score_bounds import static_bounds
 TESTS = Path(__file__).parent
 INCLUDE = TESTS.parent / "templates" / "include"
 HOPPER = target.parse("sm90a")
+SEED = 1 << 40 | 12345
 SMS = 3  # few, so that persistent blocks take several pieces
 ENTRY = """
 extern "C" void launch_NAME(const char* packed, int blocks, int threads) {
@@ -53,6 +55,7 @@ class Case:
     seqlens_k: tuple[int, ...] = ()
     max_scores: bool = False
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
+    dropout_p: float = 0.0
 
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
@@ -90,6 +93,9 @@ CASES = (
     Case("head dims 192 and 128", CAUSAL, (192, 128)),
     Case("head dims 40 and 16", head_dim=(40, 16)),
     Case("shared batch", CAUSAL, shared_batch=True),
+    Case("dropout, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 300), dropout_p=0.3),
+    Case("dropout, masked NaN, a tile of 144 keys", CAUSAL, plan={"block_kv": 144}, lengths=(201, 201), nan=True, dropout_p=0.3),
+    Case("dropout of a bounded score", flashgen.Variant(score=flashgen.softcap(2.0)), dtype=torch.bfloat16, shared_batch=True, dropout_p=0.7),
     Case("one warpgroup, one stage", CAUSAL, plan={"consumers": 1, "block_kv": 32, "stages": 1, "q_stages": 1, "schedule": sm90.STATIC}),
     Case("three stages", CAUSAL, plan={"stages": 3}, lengths=(401, 401)),
     Case("staggered", CAUSAL, (128, 128), plan={"stagger": 1}, lengths=(300, 300)),
@@ -127,6 +133,11 @@ def tensor_map(record: families.TensorMap, t: torch.Tensor) -> bytes:
     return struct.pack("<Q5q4Qii", t.data_ptr(), *counts, *strides, record.box_columns, record.box_rows).ljust(128, b"\0")
 
 
+def dropout_values(p: float, seed: torch.Tensor) -> dict[str, Any]:
+    """What Params holds of dropout, as flashgen.calls packs it."""
+    return {"seed": seed.data_ptr(), "keep_scale": 1 / (1 - p), "drop_most": max(math.ceil(p * 2.0**32) - 1, 0)}
+
+
 def packed_values(offsets: tuple[torch.Tensor, torch.Tensor], sizes: Sizes, values: dict[str, Any]) -> dict[str, Any]:
     """What Params holds of packed sequences: their offsets and rows; a batch stride is 0."""
     found = {"cu_seqlens_q": offsets[0].data_ptr(), "cu_seqlens_k": offsets[1].data_ptr(), "total_q": sizes.total_q, "total_k": sizes.total_k}
@@ -141,7 +152,7 @@ def emulate(
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0), seqlens_k=bool(case.seqlens_k),
-        max_scores=case.max_scores, layout="varlen" if offsets else "dense", **static_bounds(form, traced.floats, scale),
+        max_scores=case.max_scores, dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense", **static_bounds(form, traced.floats, scale),
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
     sizes = Sizes(len(offsets[0]) - 1 if offsets else q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
@@ -167,6 +178,8 @@ def emulate(
     made = {n: tables.block_bounds(traced.captures[n].tensor, blocked) for n, blocked in bounds.tables(form, problem).items()}
     for n, (least, most) in made.items():
         values |= {f"least_{n}": least.data_ptr(), f"most_{n}": most.data_ptr()}
+    seed = seed_tensor(SEED, torch.device("cpu"))
+    values |= dropout_values(case.dropout_p, seed)
     if offsets:
         values |= packed_values(offsets, sizes, values)
     packed = abi.params(form, problem, tuple(sm90.params(problem, plan))).pack(values)
@@ -186,11 +199,12 @@ def test_the_emitted_kernel_computes_attention(case, tmp_path):
     if case.shared_batch:
         q, k, v = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)
     lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    lengths |= {"dropout_p": case.dropout_p, "seed": SEED} if case.dropout_p else {}
     wanted, wanted_lse, wanted_top = reference(case.variant, q.double(), k.double(), v.double(), **lengths)
     if case.nan:
         v = v.clone()
         v[:, :, -1, 3] = math.nan
-        sees = reference(case.variant, q.double(), k.double(), torch.isnan(v).double(), **lengths)[0] > 0
+        sees = reference(case.variant, q.double(), k.double(), torch.isnan(v).double(), **{**lengths, "dropout_p": 0.0})[0] > 0  # also a dropped one
         wanted = torch.where(sees, math.nan, wanted)
     out, lse, top = emulate(case, q, k, v, tmp_path)
     known, rounding = ~torch.isnan(wanted), 2**-8 if case.dtype == torch.bfloat16 else 2**-11

@@ -11,7 +11,7 @@ struct KeptFragments {
   static constexpr int WORDS = (N + 7) / 8;
   unsigned bits[2 * M][WORDS];  // of row r = 2 m + e / 2: bit 4 (n % 8) + e % 2
 
-  FG_FN bool at(int r, int n, int e) const { return bits[r][n / 8] >> (n % 8 * 4 + e) & 1; }
+  __device__ __forceinline__ bool at(int r, int n, int e) const { return bits[r][n / 8] >> (n % 8 * 4 + e) & 1; }
 };
 
 // own_row: of this lane's first row (first + lane / 4); first_key: a multiple of 8.

@@ -1,7 +1,7 @@
 // Dropout in the layouts of wgmma's accumulators: scores with rows of queries, register 4 j + 2 r + e (fg/dropout.cuh knows it as M = 1), or of keys.
+// Include after fg/sm90/ptx.cuh.
 #pragma once
 #include "fg/dropout.cuh"
-#include "fg/sm90/ptx.cuh"
 
 namespace fg {
 
@@ -20,7 +20,7 @@ template <int N> struct KeptTransposed {
   static constexpr int WORDS = (N / 4 + 7) / 8;
   unsigned bits[4][WORDS];  // of 2 r + e: bit 4 (j % 8)
 
-  FG_FN bool at(int i) const { return bits[i % 4][i / 32] >> (i / 4 % 8 * 4) & 1; }
+  __device__ __forceinline__ bool at(int i) const { return bits[i % 4][i / 32] >> (i / 4 % 8 * 4) & 1; }
 };
 
 // own_key: of this lane's first key (first + lane / 4, first a multiple of 8); own_query: of its first query.
