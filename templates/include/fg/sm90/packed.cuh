@@ -13,18 +13,19 @@ FG_FN int bucket_of(int cost) { return BUCKETS - 1 - (cost < 1 ? 0 : (int)(float
 // Lists the tiles of all sequences, those of a costly tile first, which keeps blocks busy to the end; within a bucket in any order. tiles(b), cost(b): how many tiles
 // sequence b has, and what one of them costs. The list has room for `room` tiles; what is left of it is marked as none.
 template <class Tiles, class Cost> __device__ __forceinline__ void list_tiles(Slot* list, int room, int sequences, Tiles tiles, Cost cost) {
-  __shared__ int place[BUCKETS];
+  __shared__ int place[BUCKETS], all;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < BUCKETS) place[threadIdx.x] = 0;
   __syncthreads();
   for (int b = threadIdx.x; b < sequences; b += blockDim.x)
     if (tiles(b) > 0) atomicAdd(&place[bucket_of(cost(b))], tiles(b));
   __syncthreads();
-  int before = 0, all = 0;
-  for (int i = 0; i < BUCKETS; ++i) {
-    before += i < threadIdx.x ? place[i] : 0;
-    all += place[i];
+  int before = 0;
+  if (threadIdx.x < BUCKETS) {
+#pragma unroll 16
+    for (int i = 0; i < BUCKETS; ++i) before += i < threadIdx.x ? place[i] : 0;
   }
+  if (threadIdx.x == BUCKETS - 1) all = before + place[BUCKETS - 1];
   __syncthreads();
   if (threadIdx.x < BUCKETS) place[threadIdx.x] = before;
   __syncthreads();
