@@ -112,7 +112,8 @@ def params(form: Form, problem: Problem, extras: tuple[tuple[str, str], ...] = (
     for n, spec in enumerate(form.captures):
         for d in range(spec.ndim):
             add("long long", f"capture_{n}_stride_{d}")
-    small: list[Field] = [Field("int", n) for n in ("batch", "heads", "kv_heads", "q_len", "kv_len")]
+    totals = ("total_q", "total_k") if problem.layout == "varlen" else ()
+    small: list[Field] = [Field("int", n) for n in ("batch", "heads", "kv_heads", "q_len", "kv_len", *totals)]
     for n, spec in enumerate(form.captures):
         small += [Field("int", f"capture_{n}_size_{d}") for d in range(spec.ndim)]
     for n, kind in enumerate(form.ints):

@@ -181,6 +181,8 @@ def _numbers(c: Call, sizes: Sizes, tensors: dict[str, Tensor], stat: Tensor) ->
         "kv_heads": sizes.kv_heads,
         "q_len": sizes.q_len,
         "kv_len": sizes.kv_len,
+        "total_q": sizes.total_q,
+        "total_k": sizes.total_k,
     }
     for name, t in tensors.items():
         values |= _strides(name, t)
@@ -291,14 +293,15 @@ def run_forward(text: str, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if out.numel() == 0 and stat.numel() == 0:
         return out, stat, top, low
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": out}
-    if handle.layout == "varlen":  # rows that belong to no sequence
-        out.zero_(), low.zero_(), stat.fill_(float("-inf"))
-        if handle.max_scores:
-            top.fill_(float("-inf"))
     addresses = _addresses(c, tensors)
     addresses |= {"lse": stat.data_ptr(), "max_scores": top.data_ptr(), "out_low": low.data_ptr()}
     held = _tables(*packed_heads(form, c)[:2], addresses) if c.captures else []
-    bound_forward(text, c, tensors, stat, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    bound = bound_forward(text, c, tensors, stat, aligned=_starts_aligned(tensors, addresses))
+    if handle.layout == "varlen" and not bound.clears:  # rows that belong to no sequence
+        out.zero_(), low.zero_(), stat.fill_(float("-inf"))
+        if handle.max_scores:
+            top.fill_(float("-inf"))
+    bound.start(addresses)
     del held
     return out, stat, top, low
 
@@ -385,10 +388,9 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     delta = torch.empty_like(lse)
     sums = [captured_sums(c.captures[n], lse, b.deterministic) for n in b.slots]
     gradients = {n: t for n, t, w in zip(("dq", "dk", "dv"), (dq, dk, dv), b.wanted) if w}
-    if lse.numel() == 0 or handle.layout == "varlen":  # no rows, or rows and keys that belong to no sequence
+    if lse.numel() == 0:
         for t in (*gradients.values(), delta):
             t.zero_()
-    if lse.numel() == 0:
         return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
     tensors = {"q": c.q, "k": c.k, "v": c.v, "out": _rows(stored(b.out)), "dout": _rows(stored(b.dout)), **gradients}
     dlse = None if b.dlse is None else stored(b.dlse).to(lse.dtype).contiguous()
@@ -399,7 +401,11 @@ def run_backward(text: str, call: Call, b: Backward) -> tuple[Tensor, Tensor, Te
     for n, g in zip(b.slots, sums):
         addresses[f"grad_{n}"] = g.data_ptr()
     held = _tables(form, c, addresses) if c.captures else []
-    bound_backward(text, c, b, tensors, aligned=_starts_aligned(tensors, addresses)).start(addresses)
+    bound = bound_backward(text, c, b, tensors, aligned=_starts_aligned(tensors, addresses))
+    if handle.layout == "varlen" and not bound.clears:  # rows and keys that belong to no sequence
+        for t in (*gradients.values(), delta):
+            t.zero_()
+    bound.start(addresses)
     del held
     return dq, dk, dv, delta, [_finished(g, lse) for g in sums]
 

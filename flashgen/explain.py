@@ -6,7 +6,7 @@ Form, Problem, Target, Shape -> text. Example: ``print(kernel.explain(q, k, v))`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from . import families, pipeline
 from .analysis import Facts, analyze
@@ -15,11 +15,11 @@ from .form import Form, Traced
 from .plan import Candidate
 from .problem import Problem
 from .target import Target
-from .traffic import Shape, Traffic, census, predict
+from .traffic import Shape, Traffic, forecast
 
 
 def explain(
-    form: Form, problem: Problem, target: Target, shape: Shape, *, family: str | None, forced: Mapping[str, int], use_records: bool, numbers: Traced
+    form: Form, problem: Problem, target: Target, shapes: Sequence[Shape], *, family: str | None, forced: Mapping[str, int], use_records: bool, numbers: Traced
 ) -> str:  # fmt: skip
     """The whole report."""
     facts = analyze(form)
@@ -29,11 +29,11 @@ def explain(
     ranked = pipeline.ranked(form, problem, target, name, forced)
     best = next((c for c in ranked if c.plan == chosen), ranked[0])
     lines = [
-        f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {shape}"
+        f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {_shapes(shapes)}"
     ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
     lines += ["", "Proved", *(f"  {_with_values(s, numbers)}" for s in facts.sentences)]
-    tiles = census(form, problem, best.plan, shape, numbers)
+    tiles, traffic = forecast(form, problem, target, shapes, best.plan, numbers)
     lines += [
         f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
         f"{tiles.empty:.0f} empty (never loaded)."
@@ -44,9 +44,17 @@ def explain(
     tight = best.binding
     lines += [f"  What bounds the tile: {tight[0]} ({tight[1]} of {tight[2]} {tight[3]})."]
     lines += _rejections(ranked)
-    lines += ["", "Predicted", *_prediction(predict(problem, target, shape, best.plan, tiles), target)]
+    lines += ["", "Predicted", *_prediction(traffic, target)]
     lines += _clocks(families.get(name), problem, facts, target, best)
     return "\n".join(lines)
+
+
+def _shapes(shapes: Sequence[Shape]) -> str:
+    """One batch, or packed sequences by their lengths, the longest last."""
+    if len(shapes) == 1:
+        return str(shapes[0])
+    parts = ", ".join(f"{s.batch} of {s.q_len}/{s.kv_len}" for s in shapes)
+    return f"heads {shapes[0].heads}/{shapes[0].kv_heads}, packed sequences: {parts}"
 
 
 def _with_values(sentence: str, numbers: Traced) -> str:

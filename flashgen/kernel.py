@@ -24,7 +24,7 @@ from .repeat import Repeat, signature
 from .score_bounds import static_bounds
 from .source import Binary
 from .target import Target
-from .traffic import Shape, Traffic, census, predict
+from .traffic import Shape, Traffic, forecast
 from .variant import Variant
 
 DEFAULT_LENGTH = 4096  # of the bfloat16 problem that source(), plan(), explain() and build() describe when no tensors are given
@@ -157,15 +157,15 @@ class Kernel:
     def explain(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> str:
         """What was proved, what bounds the tile, predicted traffic and time."""
         form, problem, target = self._describe(which, q, k, v, dict(call))
-        shape, numbers = self._shape(q, k, problem, call.get("layout", "bhld")), self._traced(call.get("inputs") or {})
+        shapes, numbers = self._shapes(q, k, problem, call), self._traced(call.get("inputs") or {})
         forced, use_records = dict(self.forced or ()), self.tune is not False
-        return explain.explain(form, problem, target, shape, family=self.family, forced=forced, use_records=use_records, numbers=numbers)
+        return explain.explain(form, problem, target, shapes, family=self.family, forced=forced, use_records=use_records, numbers=numbers)
 
     def traffic(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Traffic:
         """The predicted bytes and operations that ``explain`` prints, as numbers."""
         form, problem, target = self._describe(which, q, k, v, dict(call))
-        shape, plan = self._shape(q, k, problem, call.get("layout", "bhld")), self._choose(form, problem, target)
-        return predict(problem, target, shape, plan, census(form, problem, plan, shape, self._traced(call.get("inputs") or {})))
+        shapes, plan = self._shapes(q, k, problem, call), self._choose(form, problem, target)
+        return forecast(form, problem, target, shapes, plan, self._traced(call.get("inputs") or {}))[1]
 
     def build(self, q: Any = None, k: Any = None, v: Any = None, *, which: str = "forward", **call: Any) -> Binary:
         """Compile now, without a call and without a GPU; the Binary carries the resource report."""
@@ -323,12 +323,16 @@ class Kernel:
         return handle.text, made, *_wanted(made, traced)
 
     @staticmethod
-    def _shape(q: Any, k: Any, problem: Problem, layout: str = "bhld") -> Shape:
-        if q is None or q.dim() != 4:
-            return Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH)
-        q, k = (t.transpose(1, 2) if layout == "blhd" else t for t in (q, k))
+    def _shapes(q: Any, k: Any, problem: Problem, call: Mapping[str, Any]) -> tuple[Shape, ...]:
+        """What a prediction is made for: one batch, or batches of like packed sequences, whose offsets are read wherever they lie."""
+        if q is None:
+            return (Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH),)
+        if problem.layout == "varlen":
+            lengths = [call[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+            return Shape.of_packed(*lengths, q.shape[1], k.shape[1]) or (Shape(0, q.shape[1], k.shape[1], 0, 0),)
+        q, k = (t.transpose(1, 2) if call.get("layout") == "blhd" else t for t in (q, k))
         packed = q.shape[1] // k.shape[1] if k.shape[1] and problem.group == 1 else 1  # a decoding step's heads as rows
-        return Shape(q.shape[0], q.shape[1] // packed, k.shape[1], q.shape[2] * packed, k.shape[2])
+        return (Shape(q.shape[0], q.shape[1] // packed, k.shape[1], q.shape[2] * packed, k.shape[2]),)
 
     def _present(self) -> Target:
         return targets.detect(torch.cuda.current_device()) if torch.cuda.is_available() else targets.detect_cpu()

@@ -79,6 +79,7 @@ class Bound:
             self._scratch_bytes += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self._encoders = [(m.tensor, tensor_map.encoder(m, executable.problem.dtype, arguments, sizes)) for m in maps]
         self._start = loaded.starter(sizes)
+        self.clears = family.clears  # the rows of packed tensors that belong to no sequence
         self._own = threading.local()  # each thread fills its own arguments: autograd calls from threads of its own
 
     def start(self, addresses: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ N^2 d^2 / M elements per head (Dao et al. 2022, theorem 2), and the standard alg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import bounds
@@ -18,6 +18,7 @@ from .plan import Plan
 from .problem import Problem
 from .target import Target
 
+MOST_SHAPES = 8  # groups of packed sequences that a prediction tells apart
 EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile, as in fg/base.h
 SAMPLED_TILES = 4096  # tile pairs classified one by one; longer problems are classified on an evenly spaced sample of query tiles
 
@@ -34,6 +35,15 @@ class Shape:
 
     def __str__(self) -> str:
         return f"batch {self.batch}, heads {self.heads}/{self.kv_heads}, lengths {self.q_len}/{self.kv_len}"
+
+    @staticmethod
+    def of_packed(q_lens: Sequence[int], k_lens: Sequence[int], heads: int, kv_heads: int) -> tuple[Shape, ...]:
+        """Packed sequences as batches of like ones: of equal lengths, or of the mean lengths of MOST_SHAPES groups where there are more."""
+        ordered = sorted((n for n in zip(q_lens, k_lens) if n[0]), key=lambda n: (n[0] * n[1], n))
+        size = -(-len(ordered) // MOST_SHAPES) if len(set(ordered)) > MOST_SHAPES else 0
+        groups = [ordered[i : i + size] for i in range(0, len(ordered), size)] if size else [[n] * ordered.count(n) for n in dict.fromkeys(ordered)]
+        mean = lambda group, i: round(sum(n[i] for n in group) / len(group))  # noqa: E731
+        return tuple(Shape(len(group), heads, kv_heads, mean(group, 0), mean(group, 1)) for group in groups)
 
     @staticmethod
     def of(q: Any, k: Any) -> Shape:
@@ -66,7 +76,7 @@ def census(form: Form, problem: Problem, plan: Plan, shape: Shape, numbers: Trac
         q_span = (i * plan.block_q, min((i + 1) * plan.block_q, shape.q_len) - 1)
         for j in range(nk):
             counts[classify(q_span, (j * plan.block_kv, min((j + 1) * plan.block_kv, shape.kv_len) - 1))] += 1
-    scale = nq / len(rows)
+    scale = nq / max(1, len(rows))
     return Census(full=counts[FULL] * scale, partial=counts[PARTIAL] * scale, empty=counts[EMPTY] * scale)
 
 
@@ -121,6 +131,17 @@ class Traffic:
     @property
     def memory_ms(self) -> float:
         return self.compulsory_bytes / self.hbm_gbs / 1e6
+
+
+def forecast(form: Form, problem: Problem, target: Target, shapes: Sequence[Shape], plan: Plan, numbers: Traced) -> tuple[Census, Traffic]:
+    """The tiles of a head of all shapes together (of one, of one batch item), and what the pass needs for all of them."""
+    tiles = [census(form, problem, plan, shape, numbers) for shape in shapes]
+    parts = [predict(problem, target, shape, plan, n) for shape, n in zip(shapes, tiles)]
+    if len(shapes) == 1:
+        return tiles[0], parts[0]
+    count = lambda kind: sum(getattr(n, kind) * shape.batch for shape, n in zip(shapes, tiles))  # noqa: E731
+    added = {name: sum(getattr(t, name) for t in parts) for name in ("plan_bytes", "bound_bytes", "standard_bytes", "compulsory_bytes", "flops")}
+    return Census(count("full"), count("partial"), count("empty")), replace(parts[0], **added)
 
 
 def predict(problem: Problem, target: Target, shape: Shape, plan: Plan, tiles: Census) -> Traffic:

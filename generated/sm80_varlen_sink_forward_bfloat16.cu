@@ -58,6 +58,8 @@ struct Params {
   int kv_heads;
   int q_len;
   int kv_len;
+  int total_q;
+  int total_k;
   float scale;
 };
 
@@ -65,8 +67,8 @@ struct Lens { int q_len, kv_len; };
 struct Item { long long q_start, k_start; Lens lens; };  // rows of a batch item within its tensors, and its lengths
 
 FG_FN Item item(const Params& p, int b) {
-  const int q_start = p.cu_seqlens_q[b], k_start = p.cu_seqlens_k[b];
-  return Item{q_start, k_start, Lens{p.cu_seqlens_q[b + 1] - q_start, p.cu_seqlens_k[b + 1] - k_start}};
+  const fg::Range rows = fg::sequence(p.cu_seqlens_q, b, p.total_q), keys = fg::sequence(p.cu_seqlens_k, b, p.total_k);
+  return Item{rows.begin, keys.begin, Lens{rows.end - rows.begin, keys.end - keys.begin}};
 }
 
 // The variant: what depends on the head alone, on the row, on the key, and the rest per score.

@@ -306,21 +306,23 @@ FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b,
   }
 }
 
+// Which of the tiles of all rows and heads one is.
+FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((long long)b * p.heads + h) * p.q_tiles + tile; }
 // The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread.
-FG_FN long long dq_sum_tile(const Params& p, int b, int h, int tile) { return (((long long)b * p.heads + h) * p.q_tiles + tile) * (BLOCK_Q * DIM_QK); }
-
+FG_FN float* dq_sum_tile(const Params& p, int b, int h, int tile) { return p.dq_sum + row_tile(p, b, h, tile) * (BLOCK_Q * DIM_QK); }
 // Statistics of one q tile a block, and zeros in its sum of dQ.
 extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
   constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads;
+
+  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
   const T* const out = FG_ROWS(out, b, h, 0);
   const T* const dout = FG_ROWS(dout, b, h, 0);
-  float* const statistics = p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q);
+  float* const statistics = p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q);
 #pragma unroll
   for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
     const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
     float sum = 0.0f;
-    if (q < p.q_len) {
+    if (q < q_len) {
 #pragma unroll
       for (int chunk = threadIdx.x % LANES; chunk < CHUNKS; chunk += LANES) {
         const uint4 gradient = *reinterpret_cast<const uint4*>(dout + q * p.dout_stride_l + chunk * 8);
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
     for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(fg::ALL_LANES, sum, step);
     if (threadIdx.x % LANES == 0) {
       float lse = fg::infinity<float>();
-      if (q < p.q_len) {
+      if (q < q_len) {
         const long long index = b * p.lse_stride_b + h * p.lse_stride_h + q;
         p.delta[index] = sum;
         lse = log2_sum(p.lse[index]);
@@ -340,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
       statistics[BLOCK_Q + i] = sum;
     }
   }
-  float4* const zeroed = reinterpret_cast<float4*>(p.dq_sum + dq_sum_tile(p, b, h, tile));
+  float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, b, h, tile));
 #pragma unroll
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += 256) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
@@ -388,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+
   const fg::Work work = fg::nth_longest(blockIdx.x, p.kv_tiles, p.batch * p.kv_heads, p.section);
   const int b = work.head / p.kv_heads, kv_head = work.head - b * p.kv_heads, k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
   const Lens lens = item(p, b).lens;
@@ -425,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           smem.tiles[ring.slot] = described;
           fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
           fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[ring.slot], p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
@@ -468,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           fg::group_sync(DQ_READY + part, 160);
           described = fg::shared_int(smem.dq_tiles[part]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(p.dq_sum + dq_sum_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)) + part * PART, smem.dq + part * PART, PART * sizeof(float));
+            fg::bulk_add(dq_sum_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)) + part * PART, smem.dq + part * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
@@ -682,9 +685,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 
 // dQ of one q tile a block: the float32 sum, times scale, rounded to T. A thread reads what its like in backward_main added.
 extern "C" __global__ void __launch_bounds__(256, 4) backward_finish(const __grid_constant__ Params p) {
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads;
+
+  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
   const int part = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const float4* const sum = reinterpret_cast<const float4*>(p.dq_sum + dq_sum_tile(p, b, h, tile)) + part * (DQ_REGISTERS * 32) + threadIdx.x % 128;
+  const float4* const sum = reinterpret_cast<const float4*>(dq_sum_tile(p, b, h, tile)) + part * (DQ_REGISTERS * 32) + threadIdx.x % 128;
   T* const to = FG_ROWS(dq, b, h, 0);
   const int first_row = tile * BLOCK_Q + warp * 16, column = part * DQ_COLUMNS;
   const int q = first_row + lane / 4;
@@ -704,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) backward_finish(const __gri
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint4 columns = fg::quad_transpose(x[r][0], x[r][1], x[r][2], x[r][3], lane);
-      if (q + r * 8 < p.q_len && i * 2 + lane % 4 * 8 < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
+      if (q + r * 8 < q_len && i * 2 + lane % 4 * 8 < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
     }
   }
   if (__syncthreads_or(broken[0] || broken[1])) {

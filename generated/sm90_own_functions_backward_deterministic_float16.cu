@@ -338,18 +338,21 @@ FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b,
   }
 }
 
+// Which of the tiles of all rows and heads one is.
+FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((long long)b * p.heads + h) * p.q_tiles + tile; }
 // Statistics of one q tile a block.
 extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
   constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads;
+
+  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
   const T* const out = FG_ROWS(out, b, h, 0);
   const T* const dout = FG_ROWS(dout, b, h, 0);
-  float* const statistics = p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q);
+  float* const statistics = p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q);
 #pragma unroll
   for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
     const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
     float sum = 0.0f;
-    if (q < p.q_len) {
+    if (q < q_len) {
 #pragma unroll
       for (int chunk = threadIdx.x % LANES; chunk < CHUNKS; chunk += LANES) {
         const uint4 gradient = *reinterpret_cast<const uint4*>(dout + q * p.dout_stride_l + chunk * 8);
@@ -360,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
     for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(fg::ALL_LANES, sum, step);
     if (threadIdx.x % LANES == 0) {
       float lse = fg::infinity<float>();
-      if (q < p.q_len) {
+      if (q < q_len) {
         const long long index = b * p.lse_stride_b + h * p.lse_stride_h + q;
         p.delta[index] = sum;
         lse = log2_sum(p.lse[index]);
@@ -409,6 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+
   const fg::Work work = fg::nth_longest(blockIdx.x, p.kv_tiles, p.batch * p.kv_heads, p.section);
   const int b = work.head / p.kv_heads, kv_head = work.head - b * p.kv_heads, k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
   const Lens lens = item(p, b).lens;
@@ -446,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           smem.tiles[ring.slot] = described;
           fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
           fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[ring.slot], p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
@@ -656,6 +660,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
   const fg::Work work = fg::nth_longest(blockIdx.x, p.dq_tiles, p.batch * p.heads, p.dq_section);
   const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * DQ_BLOCK_Q;
+  const int q_tiles = p.q_tiles;
   const Lens lens = item(p, b).lens;
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.q_full, 1);
@@ -727,9 +732,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int q = own_q + r * 8, tile = q / BLOCK_Q;
-    const float* const statistics = p.statistics + (((long long)b * p.heads + h) * p.q_tiles + tile) * (2 * BLOCK_Q) + q % BLOCK_Q;
-    lse[r] = tile < p.q_tiles ? statistics[0] : fg::infinity<float>();
-    delta[r] = tile < p.q_tiles ? statistics[BLOCK_Q] : 0.0f;
+    const float* const statistics = p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q) + q % BLOCK_Q;
+    lse[r] = tile < q_tiles ? statistics[0] : fg::infinity<float>();
+    delta[r] = tile < q_tiles ? statistics[BLOCK_Q] : 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < DQ_SUMS; ++i) dq[i] = 0.0f;

@@ -401,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
     if (lane == 0) {
-      smem.work[q_ring.slot] = Piece{-1, 0, 0, 0};
+      smem.work[q_ring.slot] = Piece{-1};
       fg::barrier_arrive(smem.q_full[q_ring.slot]);
       fg::barrier_arrive(smem.q_full[q_ring.slot]);
       __threadfence();

@@ -15,7 +15,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__
+#define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 using std::max;
 using std::min;
@@ -28,7 +28,7 @@ struct Fiber { ucontext_t context; Dim thread; bool done; long ops; std::vector<
 inline std::vector<Fiber> fibers;
 inline Fiber* current;
 inline ucontext_t scheduler;
-inline Dim block, grid;
+inline Dim block, grid, threads;
 inline long progress;
 inline void yield() { swapcontext(&current->context, &scheduler); }
 struct Warp { unsigned words[2][32][4]; long arrived; };
@@ -54,6 +54,7 @@ inline float real(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
 #define threadIdx (emu::current->thread)
 #define blockIdx (emu::block)
 #define gridDim (emu::grid)
+#define blockDim (emu::threads)
 inline int __float_as_int(float x) { return (int)emu::bits(x); }
 inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
 inline unsigned __ballot_sync(unsigned, bool x) { auto w = emu::exchange(x); unsigned r = 0; for (int i = 0; i < 32; ++i) r |= w[i][0] << i; return r; }
@@ -72,7 +73,7 @@ alignas(1024) inline char smem_bytes[232448];
 
 namespace fg {
 constexpr unsigned ALL_LANES = 0xffffffffu;
-struct alignas(128) TensorMap { const char* base; long long counts[4], strides[3]; int box_columns, box_rows; };
+struct alignas(128) TensorMap { unsigned long long base; long long counts[5]; unsigned long long strides[4]; int box_columns, box_rows; };  // a fifth dimension of packed sequences
 inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - smem_bytes); }
 inline int shared_int(const int& x) { return x; }
 inline bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
@@ -93,24 +94,46 @@ inline void group_sync(int id, int n) { emu::named_sync(id, n); }
 inline void group_arrive(int id, int n) { emu::named_arrive(id, n); }
 constexpr unsigned long long READ_ONCE = 0, READ_AGAIN = 0;
 inline unsigned place(unsigned address, int columns) { const int chunks = columns / 8; return address ^ (address / 128 % chunks * 16); }
-inline void tma_load(void* to, const TensorMap& m, Barrier& b, int column, int row, int head, int batch, unsigned long long) {
+// Where an element lies, as the hardware computes it: modulo 2^64; nullptr outside the tensor.
+inline char* element_at(const TensorMap& m, const int (&at)[5]) {
+  unsigned long long address = m.base + at[0] * 2ull;
+  for (int d = 0; d < 5; ++d) {
+    if (at[d] < 0 || at[d] >= m.counts[d]) return nullptr;
+    if (d > 0) address += at[d] * m.strides[d - 1];
+  }
+  return (char*)address;
+}
+inline void check_box(const TensorMap& m, const int (&at)[5]) {
+  for (int d = 0; d < 5; ++d)
+    if (at[d] < 0 || (d > 1 && at[d] >= m.counts[d])) { fprintf(stderr, "tma outside: %d %d %d %d %d\n", at[0], at[1], at[2], at[3], at[4]); exit(4); }
+}
+inline void load_box(void* to, const TensorMap& m, Barrier& b, const int (&at)[5]) {
   const unsigned start = shared_address(to);
-  if (column < 0 || row < 0 || head < 0 || batch < 0 || head >= m.counts[2] || batch >= m.counts[3]) { fprintf(stderr, "tma outside: %d %d %d %d\n", column, row, head, batch); exit(4); }
+  check_box(m, at);
   for (int r = 0; r < m.box_rows; ++r)
     for (int c = 0; c < m.box_columns; ++c) {
       unsigned short x = 0;
-      if (row + r < m.counts[1] && column + c < m.counts[0]) memcpy(&x, m.base + (row + r) * m.strides[0] + head * m.strides[1] + batch * m.strides[2] + (column + c) * 2, 2);
+      if (const char* from = element_at(m, {at[0] + c, at[1] + r, at[2], at[3], at[4]})) memcpy(&x, from, 2);
       memcpy(smem_bytes + place(start + (r * m.box_columns + c) * 2, m.box_columns), &x, 2);
     }
   b.phase_tx -= m.box_rows * m.box_columns * 2; ++emu::progress;
   settle(b);
 }
-inline void tma_store(const TensorMap& m, const void* from, int column, int row, int head, int batch) {
+inline void store_box(const TensorMap& m, const void* from, const int (&at)[5]) {
   const unsigned start = shared_address(from);
   for (int r = 0; r < m.box_rows; ++r)
     for (int c = 0; c < m.box_columns; ++c)
-      if (row + r < m.counts[1] && column + c < m.counts[0])
-        memcpy((char*)m.base + (row + r) * m.strides[0] + head * m.strides[1] + batch * m.strides[2] + (column + c) * 2, smem_bytes + place(start + (r * m.box_columns + c) * 2, m.box_columns), 2);
+      if (char* to = element_at(m, {at[0] + c, at[1] + r, at[2], at[3], at[4]})) memcpy(to, smem_bytes + place(start + (r * m.box_columns + c) * 2, m.box_columns), 2);
+}
+inline void tma_load(void* to, const TensorMap& m, Barrier& b, int column, int row, int head, int batch, unsigned long long) { load_box(to, m, b, {column, row, head, batch, 0}); }
+inline void tma_store(const TensorMap& m, const void* from, int column, int row, int head, int batch) { store_box(m, from, {column, row, head, batch, 0}); }
+constexpr int PACKED_ROWS = 1 << 30;
+struct Rows { int first, count; };
+inline void tma_load(void* to, const TensorMap& m, Barrier& b, int column, int row, int head, Rows of, unsigned long long) {
+  load_box(to, m, b, {column, PACKED_ROWS - of.count + row, head, of.first + of.count, PACKED_ROWS});
+}
+inline void tma_store(const TensorMap& m, const void* from, int column, int row, int head, Rows of) {
+  store_box(m, from, {column, PACKED_ROWS - of.count + row, head, of.first + of.count, PACKED_ROWS});
 }
 inline void tma_store_commit() {}
 inline void tma_store_wait_read() {}
@@ -176,7 +199,7 @@ template <int N> void multiply_out(float (&d)[N], unsigned a0, unsigned a1, unsi
 template <class Body> void run_grid(int blocks, int threads, Body body) {
   using namespace emu;
   for (int i = 0; i < 65536; ++i) table[i] = fg::to_real(T{(unsigned short)i});
-  grid.x = blocks;
+  grid.x = blocks; emu::threads.x = threads;
   static Body* now; now = &body;
   for (int n = 0; n < blocks; ++n) {
     block.x = n;

@@ -95,3 +95,16 @@ def test_explain_counts_a_packed_decoding_step_once():
     q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 4, 4096, 64)
     compulsory = 4 * (2 * q.numel() + 2 * k.numel())
     assert fg.compile(fg.Variant(), target="cpu").traffic(q, k, k).plan_bytes < 2 * compulsory
+
+
+def test_packed_sequences_are_predicted_with_their_own_lengths():
+    kernel, lengths = fg.compile(fg.Variant(mask=fg.causal), target="sm90a"), [1024, 128, 0, 128]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    rows = [torch.empty(sum(lengths), heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    call = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    alone = [kernel.traffic(*(torch.empty(1, heads, n, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))).flops for n in lengths if n]
+    assert kernel.traffic(*rows, **call).flops == sum(alone)
+    text = kernel.explain(*rows, **call)
+    assert "packed sequences: 2 of 128/128, 1 of 1024/1024" in text and "Family: sm90." in text
+    text = kernel.explain(*rows, **call, dropout_p=0.1)
+    assert "Family: sm90." in text and "Busiest: issue slots" in text  # which draw the bits

@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_sm90_emulated import HOPPER, INCLUDE, TESTS, tensor_map
+from test_sm90_emulated import HOPPER, SEED, compiled, dropout_values, packed_values, tensor_map
 
 import flashgen
-from flashgen import abi, bounds, build, emit
+from flashgen import abi, bounds, emit
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90, sm90_backward
+from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
 from flashgen.tables import block_bounds
-
-ENTRY = """
-extern "C" int params_bytes() { return sizeof(Params); }
-extern "C" void launch_NAME(const char* packed, int blocks, int threads) {
-  Params p;
-  memcpy(&p, packed, sizeof p);
-  run_grid(blocks, threads, [&] { NAME(p); });
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +41,10 @@ class Case:
     dlse: bool = False
     deterministic: bool = False
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
+    dropout_p: float = 0.0
 
 
+POISON = {"float32": math.nan, "int32": 1 << 30}  # what workspaces hold before
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
 SINK_AND_WINDOW = flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4))
@@ -98,6 +90,12 @@ CASES = (
     Case("wide, soft-cap of lengths in use", flashgen.Variant(score=flashgen.softcap(2.0)), (144, 200), seqlens_k=(77,), nan=True, lengths=(100, 200)),
     Case("lengths in use, soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), seqlens_k=(77,), nan=True),
     Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
+    Case("dropout", CAUSAL, heads=(4, 2), lengths=(150, 150), dropout_p=0.3),
+    Case("dropout, soft-cap, 128", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), lengths=(140, 140), dropout_p=0.3),
+    Case("dropout, learned table", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150), dropout_p=0.3),
+    Case("deterministic dropout, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True, dropout_p=0.3),
+    Case("wide dropout, soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (256, 256), lengths=(140, 140), dropout_p=0.3),
+    Case("wide dropout", CAUSAL, (192, 192), lengths=(140, 140), dropout_p=0.3),
 )
 
 
@@ -109,15 +107,15 @@ def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes
     text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"\n', "")
     text = text.replace('#include "fg/sm90/backward.cuh"\n', "").replace('#include "fg/math.h"', '#include "fg/math.h"\n#include "sm90_backward_emulator.h"')
     text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
-    entries = re.findall(r"(\w+)\(const __grid_constant__ Params", text)
-    launchers = "".join(ENTRY.replace("NAME", name) for name in entries).replace(ENTRY.split("\n")[1], "") + ENTRY.split("\n")[1]
-    (folder / "kernel.cpp").write_text(text + launchers)
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", f"-I{TESTS}"]
-    subprocess.run([*build.host_compiler(), *options, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+    compiled(text, folder)
     return ctypes.CDLL(str(folder / "kernel.so")), plan
 
 
-def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dlse: torch.Tensor, folder: Path) -> dict[str, torch.Tensor]:
+def emulate(
+    case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dlse: torch.Tensor, folder: Path,
+    offsets: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients wanted. offsets: of packed sequences, whose rows are then those of one batch item."""
     traced = case.variant.trace({})
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
@@ -125,10 +123,11 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], which="backward", group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0),
         seqlens_k=bool(case.seqlens_k), dlse=case.dlse, capture_grads=slots, deterministic=case.deterministic,
+        dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense",
         **{n: n in case.wanted for n in ("dq", "dk", "dv")},
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
-    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
+    sizes = Sizes(len(offsets[0]) - 1 if offsets else q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
     tensors = {**tensors, **{name: torch.full(tensors[name[1:]].shape, math.nan, dtype=q.dtype) for name in case.wanted}}
     delta, lengths = torch.full(q.shape[:3], math.nan), torch.tensor(case.seqlens_k, dtype=torch.int32)
     values: dict[str, Any] = {
@@ -136,7 +135,7 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
         "lse": lse.data_ptr(), "delta": delta.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "dlse": dlse.data_ptr(),
         "seqlens_k": lengths.data_ptr(), **sm90_backward.numbers(problem, plan, sizes),
     }  # fmt: skip
-    held = {w.field: torch.full((w.elements,), math.nan, dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
+    held = {w.field: torch.full((w.elements,), POISON[w.dtype], dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
     values |= {name: t.data_ptr() for name, t in held.items()}
     for name, t in tensors.items():
         values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
@@ -150,6 +149,10 @@ def emulate(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, dls
             values |= {f"capture_{n}_stride_{d}": c.tensor.stride(d), f"capture_{n}_size_{d}": c.tensor.shape[d]}
     tables = {n: block_bounds(traced.captures[n].tensor, count) for n, count in bounds.tables(form, problem).items()}
     values |= {f"{name}_{n}": t.data_ptr() for n, pair in tables.items() for name, t in zip(("least", "most"), pair)}
+    seed = seed_tensor(SEED, torch.device("cpu"))
+    values |= dropout_values(case.dropout_p, seed)
+    if offsets:
+        values |= packed_values(offsets, sizes, values)
     packed = abi.params(form, problem, tuple(sm90.FAMILY.params(problem, plan)), sm90.FAMILY.grad_type(problem)).pack(values)
     assert len(packed) == library.params_bytes()
     for launch in sm90_backward.launches(problem, plan, sizes):
@@ -166,6 +169,7 @@ def test_the_emitted_kernels_compute_the_gradients(case, tmp_path):
     if case.shared_batch:
         q, k, v, dout = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), torch.cat((dout, dout.flip(3)))
     lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    lengths |= {"dropout_p": case.dropout_p, "seed": SEED} if case.dropout_p else {}
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     traced = case.variant.trace({})
     learned = [c.tensor for c in traced.captures if c.tensor.requires_grad]
@@ -191,5 +195,5 @@ def test_the_emitted_kernels_compute_the_gradients(case, tmp_path):
         assert torch.isfinite(g).all(), name
         assert (g.double() - expected).norm() <= rounding * expected.norm() + 1e-5, (name, float((g.double() - expected).norm() / expected.norm()))
         if name in ("dq", "dk", "dv"):
-            nothing = ~seen[..., : g.shape[2]] if name == "dq" else (wanted["dv"] == 0).all(-1)  # rows without keys, keys without rows
+            nothing = ~seen[..., : g.shape[2]] if name == "dq" else (wanted["dk"] == 0).all(-1) & (wanted["dv"] == 0).all(-1)
             assert (g[nothing] == 0).all(), f"{name}: exact zeros"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import struct
 import subprocess
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import flashgen
 from flashgen import abi, bounds, build, emit, families, tables, target
 from flashgen.analysis import analyze
 from flashgen.families import Sizes, sm90
+from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
@@ -29,13 +31,13 @@ from flashgen.score_bounds import static_bounds
 TESTS = Path(__file__).parent
 INCLUDE = TESTS.parent / "templates" / "include"
 HOPPER = target.parse("sm90a")
+SEED = 1 << 40 | 12345
 SMS = 3  # few, so that persistent blocks take several pieces
 ENTRY = """
-extern "C" int params_bytes() { return sizeof(Params); }
-extern "C" void launch(const char* packed, int blocks, int threads) {
+extern "C" void launch_NAME(const char* packed, int blocks, int threads) {
   Params p;
   memcpy(&p, packed, sizeof p);
-  run_grid(blocks, threads, [&] { forward(p); });
+  run_grid(blocks, threads, [&] { NAME(p); });
 }
 """
 
@@ -53,6 +55,7 @@ class Case:
     seqlens_k: tuple[int, ...] = ()
     max_scores: bool = False
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
+    dropout_p: float = 0.0
 
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
@@ -90,6 +93,9 @@ CASES = (
     Case("head dims 192 and 128", CAUSAL, (192, 128)),
     Case("head dims 40 and 16", head_dim=(40, 16)),
     Case("shared batch", CAUSAL, shared_batch=True),
+    Case("dropout, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 300), dropout_p=0.3),
+    Case("dropout, masked NaN, a tile of 144 keys", CAUSAL, plan={"block_kv": 144}, lengths=(201, 201), nan=True, dropout_p=0.3),
+    Case("dropout of a bounded score", flashgen.Variant(score=flashgen.softcap(2.0)), dtype=torch.bfloat16, shared_batch=True, dropout_p=0.7),
     Case("one warpgroup, one stage", CAUSAL, plan={"consumers": 1, "block_kv": 32, "stages": 1, "q_stages": 1, "schedule": sm90.STATIC}),
     Case("three stages", CAUSAL, plan={"stages": 3}, lengths=(401, 401)),
     Case("staggered", CAUSAL, (128, 128), plan={"stagger": 1}, lengths=(300, 300)),
@@ -104,29 +110,52 @@ def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes
     plan = Plan("sm90", "forward", tuple(sorted(sm90.derive(fields).items())))
     text = emit.emit(emit.Spec(form, problem, plan, HOPPER)).text
     text = text[: text.index("// d (64 x")] + text[text.index("struct Params") :]  # without the wgmma wrappers
-    text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"', '#include "sm90_emulator.h"')
+    text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"\n#include "sm90_emulator.h"').replace('#include "fg/sm90/ptx.cuh"', "")
     text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
-    (folder / "kernel.cpp").write_text(text + ENTRY)
+    compiled(text, folder)
+    return ctypes.CDLL(str(folder / "kernel.so")), plan
+
+
+def compiled(text: str, folder: Path) -> None:
+    """The host's library of a kernel's text, with a launcher for each of its kernels."""
+    launchers = "".join(ENTRY.replace("NAME", name) for name in re.findall(r"(\w+)\(const __grid_constant__ Params", text))
+    (folder / "kernel.cpp").write_text(text + 'extern "C" int params_bytes() { return sizeof(Params); }\n' + launchers)
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", f"-I{TESTS}"]
     subprocess.run([*build.host_compiler(), *options, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True, capture_output=True)
-    return ctypes.CDLL(str(folder / "kernel.so")), plan
 
 
 def tensor_map(record: families.TensorMap, t: torch.Tensor) -> bytes:
     """The emulator's own: base, counts, strides in bytes, box."""
-    counts = [record.columns, t.shape[2], *(t.shape[d] if t.stride(d) else 1 for d in (1, 0))]
-    return struct.pack("<Q4q3qii", t.data_ptr(), *counts, *(2 * t.stride(d) for d in (2, 1, 0)), record.box_columns, record.box_rows).ljust(128, b"\0")
+    counts = [record.columns, t.shape[2], *(t.shape[d] if t.stride(d) else 1 for d in (1, 0)), 1]
+    strides = [2 * t.stride(d) for d in (2, 1, 0)] + [0]
+    if record.packed:  # as in flashgen.tensor_map
+        counts[1], counts[3:], strides[2:] = 2**30, [2**31, 2**31], [strides[0], 2**34 - strides[0]]
+    return struct.pack("<Q5q4Qii", t.data_ptr(), *counts, *strides, record.box_columns, record.box_rows).ljust(128, b"\0")
 
 
-def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dropout_values(p: float, seed: torch.Tensor) -> dict[str, Any]:
+    """What Params holds of dropout, as flashgen.calls packs it."""
+    return {"seed": seed.data_ptr(), "keep_scale": 1 / (1 - p), "drop_most": max(math.ceil(p * 2.0**32) - 1, 0)}
+
+
+def packed_values(offsets: tuple[torch.Tensor, torch.Tensor], sizes: Sizes, values: dict[str, Any]) -> dict[str, Any]:
+    """What Params holds of packed sequences: their offsets and rows; a batch stride is 0."""
+    found = {"cu_seqlens_q": offsets[0].data_ptr(), "cu_seqlens_k": offsets[1].data_ptr(), "total_q": sizes.total_q, "total_k": sizes.total_k}
+    return found | {name: 0 for name in values if name.endswith("_stride_b")}
+
+
+def emulate(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folder: Path, offsets: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse and max_scores. offsets: of packed sequences, whose rows are then those of one batch item."""
     traced = case.variant.trace({})
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0), seqlens_k=bool(case.seqlens_k),
-        max_scores=case.max_scores, **static_bounds(form, traced.floats, scale),
+        max_scores=case.max_scores, dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense", **static_bounds(form, traced.floats, scale),
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
-    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
+    sizes = Sizes(len(offsets[0]) - 1 if offsets else q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])
     out = torch.full((*q.shape[:3], v.shape[-1]), math.nan, dtype=q.dtype)
     lse, top = (torch.full(q.shape[:3], math.nan) for _ in range(2))
     counter, lengths = torch.zeros(2, dtype=torch.int32), torch.tensor(case.seqlens_k, dtype=torch.int32)
@@ -135,6 +164,8 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
         "lse": lse.data_ptr(), "max_scores": top.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "counter": counter.data_ptr(),
         "seqlens_k": lengths.data_ptr(), **sm90.numbers(problem, plan, sizes),
     }  # fmt: skip
+    held = {w.field: torch.zeros(w.elements, dtype=getattr(torch, w.dtype)) for w in sm90.workspaces(problem, plan, sizes) if not w.zeroed}
+    values |= {name: t.data_ptr() for name, t in held.items()}
     tensors = {"q": q, "k": k, "v": v, "out": out}
     for name, t in tensors.items():
         values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
@@ -147,10 +178,14 @@ def emulate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, folde
     made = {n: tables.block_bounds(traced.captures[n].tensor, blocked) for n, blocked in bounds.tables(form, problem).items()}
     for n, (least, most) in made.items():
         values |= {f"least_{n}": least.data_ptr(), f"most_{n}": most.data_ptr()}
+    seed = seed_tensor(SEED, torch.device("cpu"))
+    values |= dropout_values(case.dropout_p, seed)
+    if offsets:
+        values |= packed_values(offsets, sizes, values)
     packed = abi.params(form, problem, tuple(sm90.params(problem, plan))).pack(values)
     assert len(packed) == library.params_bytes()
-    launch = sm90.launches(problem, plan, sizes)[0]
-    library.launch(packed, launch.grid[0], launch.threads)
+    for launch in sm90.launches(problem, plan, sizes):
+        getattr(library, f"launch_{launch.entry}")(packed, launch.grid[0], launch.threads)
     assert counter.tolist() == [0, 0], "the counter is left as it was found"
     return out, lse, top
 
@@ -164,11 +199,12 @@ def test_the_emitted_kernel_computes_attention(case, tmp_path):
     if case.shared_batch:
         q, k, v = torch.cat((q, q.flip(2))), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)
     lengths = {"seqlens_k": torch.tensor(case.seqlens_k, dtype=torch.int32)} if case.seqlens_k else {}
+    lengths |= {"dropout_p": case.dropout_p, "seed": SEED} if case.dropout_p else {}
     wanted, wanted_lse, wanted_top = reference(case.variant, q.double(), k.double(), v.double(), **lengths)
     if case.nan:
         v = v.clone()
         v[:, :, -1, 3] = math.nan
-        sees = reference(case.variant, q.double(), k.double(), torch.isnan(v).double(), **lengths)[0] > 0
+        sees = reference(case.variant, q.double(), k.double(), torch.isnan(v).double(), **{**lengths, "dropout_p": 0.0})[0] > 0  # also a dropped one
         wanted = torch.where(sees, math.nan, wanted)
     out, lse, top = emulate(case, q, k, v, tmp_path)
     known, rounding = ~torch.isnan(wanted), 2**-8 if case.dtype == torch.bfloat16 else 2**-11

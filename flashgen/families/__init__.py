@@ -51,6 +51,7 @@ class TensorMap:
     columns: int  # the head dim; boxes are filled with zeros beyond it
     box_columns: int
     box_rows: int
+    packed: bool = False  # rows of packed sequences: boxes end where their sequence does, see fg/sm90/ptx.cuh
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Family:
     clocks: Callable[[Problem, Facts], Mapping[str, Any]] = lambda problem, facts: {}  # of a tile on each unit of an SM, sympy; the matrix units first
     grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see calls.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
+    clears: bool = False  # packed: its kernels clear the rows that belong to no sequence; else the host does
 
 
 ORDER = {"cuda": ("sm90", "sm80"), "cpu": ("cpu",)}  # per kind of device, the fastest family first

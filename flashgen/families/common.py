@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def most_tiles(rows: int, sequences: int, tile: int) -> int:
+    """The most tiles that packed sequences can have, each sequence its own: none is emptier than one row."""
+    return min((rows + sequences * (tile - 1)) // tile, rows)
 
 
 def block_columns(dim: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
-from .common import block_columns, ceil_div, symbols
+from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -39,10 +39,6 @@ def refuse(problem: Problem, target: Target) -> list[str]:
         reasons.append(f"sm90 takes head dims up to {MAX_HEAD_DIM}, not ({problem.head_dim_qk}, {problem.head_dim_v})")
     if problem.size == "few":
         reasons.append("sm90 has no splits over keys yet, which few query rows need")
-    if problem.layout != "dense":
-        reasons.append(f"sm90 has no {problem.layout} layout yet")
-    if problem.dropout:
-        reasons.append("sm90 has no dropout yet")
     if not problem.aligned:
         reasons.append("sm90 loads by TMA: rows of q, k, v and out must start on 16 bytes, a multiple of 16 bytes above 0 apart")
     return reasons + (sm90_backward.refuse(problem) if problem.which == "backward" else [])
@@ -74,6 +70,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
         "section_bytes": target.l2_bytes * (16 if max(dim_qk, dim_v) <= 128 else 8) // 25 if masked or long else 0,  # the smaller: 3-4% faster at 256
     }  # fmt: skip
+    packed = problem.layout == "varlen"
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
     if max(dim_qk, dim_v) <= 64:
         tiles = [(3, 128, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
@@ -90,6 +87,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         common |= {"consumer_registers": 208, "producer_registers": 88}
         tiles = [values for values in tiles if values[0] == 2]
     points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
+    if packed:  # pieces are of very different lengths
+        points = [{**p, "schedule": DYNAMIC} for p in points]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
 
 
@@ -120,35 +119,48 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
 def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the counter that persistent blocks draw their work from, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in ("q", "k", "v", "out")]
+    if problem.layout == "varlen":
+        return (*maps, ("int*", "counter"), ("fg::Slot*", "slots"), ("int", "pieces"), ("int", "slots_room"))
     return (*maps, ("int*", "counter"), *(("int", name) for name in ("q_tiles", "pieces", "section")))
 
 
 def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
     """Boxes of a tile's rows by one block of columns; a warpgroup stores its own 64 rows."""
+    packed = problem.layout == "varlen"
     return (
-        TensorMap("map_q", "q", problem.head_dim_qk, plan.columns_qk, plan.block_q),
-        TensorMap("map_k", "k", problem.head_dim_qk, plan.columns_qk, plan.block_kv),
-        TensorMap("map_v", "v", problem.head_dim_v, plan.columns_v, plan.block_kv),
-        TensorMap("map_out", "out", problem.head_dim_v, plan.columns_v, 64),
+        TensorMap("map_q", "q", problem.head_dim_qk, plan.columns_qk, plan.block_q, packed),
+        TensorMap("map_k", "k", problem.head_dim_qk, plan.columns_qk, plan.block_kv, packed),
+        TensorMap("map_v", "v", problem.head_dim_v, plan.columns_v, plan.block_kv, packed),
+        TensorMap("map_out", "out", problem.head_dim_v, plan.columns_v, 64, packed),
     )
 
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Tiles of query rows of a head, of all heads, and the heads of a section, whose keys and values stay in L2 together."""
+    """Tiles of query rows of a head, of all heads, and the heads of a section, whose keys and values stay in L2 together.
+
+    Of packed sequences only the most that there can be are known; sections are as long as each sequence lets them be.
+    """
+    if problem.layout == "varlen":
+        room = most_tiles(sizes.total_q, sizes.batch, plan.block_q)
+        return {"slots_room": room, "pieces": room * sizes.heads}
     q_tiles, heads = ceil_div(sizes.q_len, plan.block_q), sizes.batch * sizes.heads
     bytes_per_head = max(2 * sizes.kv_len * (plan.dim_qk + plan.dim_v) // problem.group, 1)
     return {"q_tiles": q_tiles, "pieces": q_tiles * heads, "section": max(min(plan.section_bytes // bytes_per_head, heads), 1)}
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
-    return [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
+    found = [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
+    if problem.layout == "varlen":
+        found.append(Workspace("slots", "int32", 2 * most_tiles(sizes.total_q, sizes.batch, plan.block_q), zeroed=False))
+    return found
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
-    """One kernel; persistent schedules start a block per SM."""
+    """One kernel, of packed sequences after the one that lists their tiles; persistent schedules start a block per SM."""
     pieces = numbers(problem, plan, sizes)["pieces"]
     blocks = pieces if plan.schedule == GRID else min(pieces, plan.sms)
-    return [Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
+    first = [Launch("forward_prepare", (1 + CLEARING_BLOCKS, 1, 1), 1024, 0)] if problem.layout == "varlen" else []
+    return [*first, Launch("forward", (blocks, 1, 1), 128 * (plan.consumers + 1), plan.smem_bytes)]
 
 
 def _of_pass(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,4 +186,5 @@ FAMILY = Family(
     raw_scores=lambda problem: problem.which == "forward",
     grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
     numbers=_of_pass(numbers, sm90_backward.numbers),
+    clears=True,
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import block_columns, ceil_div, symbols
+from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -139,6 +139,10 @@ def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the statistics of rows in whole tiles, the float32 sum of dQ, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in _mapped(problem)]
     sums = [("float*", "dq_sum")] if _dq_summed(problem) else []
+    if problem.layout == "varlen":
+        lists = ["row", "key", *(["dq"] if _dq_by_rows(problem) else [])]
+        slots = [("fg::Slot*", f"{name}_slots") for name in lists]
+        return (*maps, ("float*", "statistics"), *sums, *slots, *(("int", f"{name}_room") for name in lists))
     counts = ["q_tiles", "kv_tiles", "section", *(("dq_tiles", "dq_section") if _dq_by_rows(problem) else ())]
     return (*maps, ("float*", "statistics"), *sums, *(("int", name) for name in counts))
 
@@ -151,12 +155,16 @@ def _mapped(problem: Problem) -> list[str]:
 
 def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
     """Boxes of 64 rows by one block of columns."""
-    qk, v = (problem.head_dim_qk, plan.columns_qk, BOX_ROWS), (problem.head_dim_v, plan.columns_v, BOX_ROWS)
+    packed = problem.layout == "varlen"
+    qk, v = (problem.head_dim_qk, plan.columns_qk, BOX_ROWS, packed), (problem.head_dim_v, plan.columns_v, BOX_ROWS, packed)
     return tuple(TensorMap(f"map_{name}", name, *(v if name in ("v", "dv", "dout") else qk)) for name in _mapped(problem))
 
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Tiles of a head's rows and keys, and the heads of a section, which stay in L2 together: kv heads with their queries and dO, or heads with their keys."""
+    if problem.layout == "varlen":
+        tiles = _packed_tiles(plan, sizes)
+        return {f"{name}_room": tiles[name] for name in ("row", "key", "dq") if name != "dq" or plan.dq_by_rows}
 
     def section(bytes_per_head: int, heads: int) -> int:
         return max(min(plan.section_bytes // max(bytes_per_head, 1), heads), 1)
@@ -172,21 +180,40 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
     return found
 
 
+def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
+    """The most tiles that packed sequences can have, of rows, of keys and of the rows of backward_dq."""
+    return {
+        "row": most_tiles(sizes.total_q, sizes.batch, plan.block_q), "key": most_tiles(sizes.total_k, sizes.batch, plan.block_kv),
+        "dq": most_tiles(sizes.total_q, sizes.batch, plan.dq_block_q),
+    }  # fmt: skip
+
+
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
-    rows = sizes.batch * sizes.heads * ceil_div(sizes.q_len, plan.block_q) * plan.block_q
+    packed = problem.layout == "varlen"
+    tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * ceil_div(sizes.q_len, plan.block_q)  # a sequence may leave one partly empty
+    rows = tiles * sizes.heads * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
+    if packed:
+        found += [Workspace(name.replace("_room", "_slots"), "int32", 2 * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
     return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """The kernels of a call in order."""
-    tiles, heads = numbers(problem, plan, sizes), sizes.batch * sizes.heads
-    found = [Launch("backward_prepare", (tiles["q_tiles"] * heads, 1, 1), 256, 0)]
+    if problem.layout == "varlen":
+        tiles = _packed_tiles(plan, sizes)
+        rows, keys, dq_rows = tiles["row"] * sizes.heads, tiles["key"] * sizes.kv_heads, tiles["dq"] * sizes.heads
+        found = [Launch("backward_list", (3 + CLEARING_BLOCKS, 1, 1), 1024, 0)]
+    else:
+        count, heads = numbers(problem, plan, sizes), sizes.batch * sizes.heads
+        rows, keys, dq_rows = count["q_tiles"] * heads, count["kv_tiles"] * sizes.batch * sizes.kv_heads, count.get("dq_tiles", 0) * heads
+        found = []
+    found.append(Launch("backward_prepare", (rows, 1, 1), 256, 0))
     if _over_keys(problem):
-        found.append(Launch("backward_main", (tiles["kv_tiles"] * sizes.batch * sizes.kv_heads, 1, 1), 384, plan.smem_bytes))
+        found.append(Launch("backward_main", (keys, 1, 1), 384, plan.smem_bytes))
     if _dq_by_rows(problem):
-        found.append(Launch("backward_dq", (tiles["dq_tiles"] * heads, 1, 1), 384, plan.dq_smem_bytes))
+        found.append(Launch("backward_dq", (dq_rows, 1, 1), 384, plan.dq_smem_bytes))
     if _dq_summed(problem):
-        found.append(Launch("backward_finish", (tiles["q_tiles"] * heads, 1, 1), 256, 0))
+        found.append(Launch("backward_finish", (rows, 1, 1), 256, 0))
     return found

@@ -26,6 +26,7 @@ WGMMA_ROWS, WGMMA_DEPTH = 64, 16
 LEFT_BYTES = 2 * WGMMA_ROWS * WGMMA_DEPTH  # of a left operand in shared memory
 # Instructions per pair: scale, maximum, sum, exponential, packing; and per element of the output and step of keys, for its scaling and the loop's own.
 SOFTMAX_OPS, OUTPUT_OPS, GRADIENT_OPS = 6.0, 1.4, 14.0
+DROPOUT_OPS = 22.0  # ten rounds of Philox for four pairs, their wide products two slots each; and a select
 REDUCED_BYTES = 17.0  # float32 sums that an SM adds to L2, a clock
 
 # What a tile takes: the busiest unit, a share of the softmax that no product covers, and waits at barriers. Fitted to head dims 64, 128 and 256 (8% off).
@@ -58,7 +59,7 @@ def _forward(problem: Problem, facts: Facts) -> dict[str, Any]:
         "matrix": 2 * bq * bkv * (dqk + dv) / RATE,
         "shared-memory port": (groups * (scores + outputs) + 2 * bkv * (dqk + dv)) / PORT_BYTES,
         "special functions": bq * bkv * (1 + facts.score_specials) / SPECIALS,
-        "issue slots": bq * (bkv * (SOFTMAX_OPS + facts.score_ops) + OUTPUT_OPS * dv) / LANES,
+        "issue slots": bq * (bkv * (SOFTMAX_OPS + facts.score_ops + DROPOUT_OPS * problem.dropout) + OUTPUT_OPS * dv) / LANES,
     }
 
 
@@ -76,7 +77,7 @@ def _backward(problem: Problem, facts: Facts) -> dict[str, Any]:
         "matrix": 2 * bq * bkv * (2 * dqk + 2 * dv + summed * dqk) / RATE,
         "shared-memory port": (groups * (scores + sums) + dq + staged + 2 * bq * (dqk + dv)) / PORT_BYTES,
         "special functions": bq * bkv * (1 + facts.score_specials) / SPECIALS,
-        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops) / LANES,
+        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops + DROPOUT_OPS * problem.dropout * (1 + f["wide"])) / LANES,  # drawn by each warpgroup there
         "additions to dQ": summed * 4 * bq * dqk / REDUCED_BYTES,
     }
 

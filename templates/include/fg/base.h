@@ -144,5 +144,10 @@ template <class C> FG_FN C element(const C* base, int index, int stride) {
 }
 FG_FN int clamp_index(int i, int n) { return int_max(0, int_min(i, n - 1)); }
 FG_FN int clamp_index(long long i, int n) { return (int)int_max(0ll, int_min(i, (long long)n - 1)); }
+// The rows of packed sequence b; whatever the offsets are, they lie within the tensor's.
+FG_FN Range sequence(const int* offsets, int b, int rows) {
+  const int begin = clamp_index(offsets[b], rows + 1), end = clamp_index(offsets[b + 1], rows + 1);
+  return Range{begin, int_max(begin, end)};
+}
 
 }  // namespace fg

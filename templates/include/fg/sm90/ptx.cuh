@@ -77,6 +77,24 @@ FG_FN void tma_store(const TensorMap& map, const void* from, int column, int row
                "r"(head), "r"(batch)
                : "memory");
 }
+
+// Packed sequences, where a box must end with its sequence: what lies past it is the next one's, to be read as zeros and not to be written. In their maps the row is
+// counted so that a sequence's last one is the dimension's last, PACKED_ROWS - 1; two more dimensions, of a row and of 2^34 bytes less a row, make up for that:
+// address = base + (PACKED_ROWS - count + row) * stride + (first + count) * stride + PACKED_ROWS * (2^34 - stride), modulo 2^64 that of row first + row.
+constexpr int PACKED_ROWS = 1 << 30;
+struct Rows { int first, count; };  // of a sequence within the packed tensor
+
+FG_FN void tma_load(void* to, const TensorMap& map, Barrier& arrival, int column, int row, int head, Rows of, unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&arrival)), "r"(column), "r"(PACKED_ROWS - of.count + row), "r"(head), "r"(of.first + of.count), "r"(PACKED_ROWS), "l"(policy)
+      : "memory");
+}
+FG_FN void tma_store(const TensorMap& map, const void* from, int column, int row, int head, Rows of) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map), "r"(shared_address(from)), "r"(column),
+               "r"(PACKED_ROWS - of.count + row), "r"(head), "r"(of.first + of.count), "r"(PACKED_ROWS)
+               : "memory");
+}
 FG_FN void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 FG_FN void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // then the source may be overwritten
 FG_FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }      // ordinary stores before what TMA and wgmma read

@@ -6,13 +6,13 @@ namespace fg {
 
 constexpr int BOX_ROWS = 64;  // of every tensor map of a backward
 
-// A tile of ROWS rows and DIM columns in blocks of COLUMNS, box by box.
-template <int DIM, int COLUMNS, int ROWS, class S>
-FG_FN void load_tile(S* to, const TensorMap& map, Barrier& arrival, int row, int head, int batch, unsigned long long policy) {
+// A tile of ROWS rows and DIM columns in blocks of COLUMNS, box by box. of: the batch item, or the rows of the packed sequence.
+template <int DIM, int COLUMNS, int ROWS, class S, class Of>
+FG_FN void load_tile(S* to, const TensorMap& map, Barrier& arrival, int row, int head, Of of, unsigned long long policy) {
 #pragma unroll
   for (int d = 0; d < DIM; d += COLUMNS)
 #pragma unroll
-    for (int r = 0; r < ROWS; r += BOX_ROWS) tma_load(to + d * ROWS + r * COLUMNS, map, arrival, d, row + r, head, batch, policy);
+    for (int r = 0; r < ROWS; r += BOX_ROWS) tma_load(to + d * ROWS + r * COLUMNS, map, arrival, d, row + r, head, of, policy);
 }
 
 // Two values of 16 bits in one register.
