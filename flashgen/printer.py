@@ -43,12 +43,13 @@ class Printer:
     """Prints nodes whose arguments are either inlined (used once) or named.
 
     ``name(i)`` returns the C++ name under which node i is already available (a struct field, a parameter), or None.
+    ``narrow``: the last dimension's stride of a captured tensor is taken as an int. ``near``: tanh nodes whose argument is at most NEAR_TANH in magnitude.
     """
 
     def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset(), *, narrow: bool = False,
                  near: frozenset[int] = frozenset()):  # fmt: skip
         self.form, self.real, self.name, self.narrow = form, real, name, narrow
-        self.near = {form.nodes[i] for i in near}  # tanh of small arguments
+        self.near = {form.nodes[i] for i in near}
         # products that must round on their own instead of fusing with a sum: comparisons of masks, float32 index arithmetic of a float64 problem
         self.exact = {form.nodes[i] for i in exact} if exact else set()
         self.lines: list[str] = []
