@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 from . import bounds, derivative, ranges
 from .form import Form
 from .interval import Evaluator, PrintedSpans
-from .language import BOOL, INT
+from .language import BOOL, INT, REAL
 from .printer import C_TYPES, SUM, Printer
 from .problem import Problem
-from .rewrite import exact_nodes, multiply_by_reciprocals, unscaled
+from .rewrite import HEAD, exact_nodes, multiply_by_reciprocals, unscaled
 
 Tables = Mapping[int, int]  # of captured tensors, see bounds.tables
 
@@ -53,6 +54,8 @@ class Hooks:
     q_from: list[str]
     visible: list[str]  # where the keys of a row are one interval
     gain: list[str]  # with raw scores: the factor that score() leaves out
+    score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
+    near: list[str]  # what small means: the largest |s| that score_near() is for
 
 
 def _stage(depends: frozenset[str]) -> str | None:
@@ -102,7 +105,29 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"),
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
+        *(_near(form, stages) if raw and form.score >= 0 else ([], [])),
     )  # fmt: skip
+
+
+def _near(form: Form, stages: _Stages) -> tuple[list[str], list[str]]:
+    """Bodies of score_near and near: where a tanh of the score has an argument that is s, or s times a number that is the same for a whole head."""
+    factors: dict[int, int] = {}  # of the argument of each such tanh; -1: none
+    for i in sorted(form.reachable(form.score)):
+        if form.nodes[i].op == "tanh" and form.nodes[i].type == REAL:
+            argument = form.nodes[form.nodes[i].args[0]]
+            if argument.op == "s":
+                factors[i] = -1
+            elif argument.op == "mul" and form.nodes[argument.args[0]].op == "s" and form.depends[argument.args[1]] <= HEAD:
+                factors[i] = argument.args[1]
+    if not factors:
+        return [], []
+
+    def limit(p: Printer) -> list[str]:
+        limits = ["fg::NEAR_TANH" if i < 0 else f"fg::NEAR_TANH / fg::abs({p.expression(i)})" for i in sorted(set(factors.values()))]
+        return [f"return {reduce(lambda a, b: f'fg::minimum({a}, {b})', limits)};"]
+
+    score = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"], steps=True, near=frozenset(factors))
+    return score, stages.function([i for i in set(factors.values()) if i >= 0], limit)
 
 
 def _visible(form: Form, stages: _Stages) -> list[str]:
@@ -174,9 +199,9 @@ class _Stages:
             return f"{str(stage)[0]}.{self.field[i]}"
         return None
 
-    def function(self, roots: list[int], finish, *, steps: bool = False) -> list[str]:  # type: ignore[no-untyped-def]
-        """The body of a function; with ``steps`` it is given q - k as d + step, as a score of q . k is."""
-        printer = Printer(self.form, self.real, lambda i: self._name(i, None, steps=steps), self.exact, narrow=self.raw)
+    def function(self, roots: list[int], finish, *, steps: bool = False, near: frozenset[int] = frozenset()) -> list[str]:  # type: ignore[no-untyped-def]
+        """The body of a function; with ``steps`` it is given q - k as d + step, as a score of q . k is. ``near``: tanh of small arguments."""
+        printer = Printer(self.form, self.real, lambda i: self._name(i, None, steps=steps), self.exact, narrow=self.raw, near=near)
         lines = list(printer.statements(roots))
         return lines + finish(printer)
 

@@ -43,10 +43,13 @@ class Printer:
     """Prints nodes whose arguments are either inlined (used once) or named.
 
     ``name(i)`` returns the C++ name under which node i is already available (a struct field, a parameter), or None.
+    ``narrow``: the last dimension's stride of a captured tensor is taken as an int. ``near``: tanh nodes whose argument is at most NEAR_TANH in magnitude.
     """
 
-    def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset(), *, narrow: bool = False):
+    def __init__(self, form: Form, real: str, name: Callable[[int], str | None], exact: frozenset[int] = frozenset(), *, narrow: bool = False,
+                 near: frozenset[int] = frozenset()):  # fmt: skip
         self.form, self.real, self.name, self.narrow = form, real, name, narrow
+        self.near = {form.nodes[i] for i in near}
         # products that must round on their own instead of fusing with a sum: comparisons of masks, float32 index arithmetic of a float64 problem
         self.exact = {form.nodes[i] for i in exact} if exact else set()
         self.lines: list[str] = []
@@ -136,6 +139,8 @@ class Printer:
                 sign, level = _INFIX[op]
                 a, b = self.expression(node.args[0], level), self.expression(node.args[1], level + 1)
                 return f"{a} {sign} {b}", level
+            case "tanh" if node in self.near:
+                return self._call("tanh_near", node)
             case op if op in _CALLS or op in UNARY_REAL or op in ROUNDING:
                 if node.type == SINGLE and self.real == "double" and (op in UNARY_REAL or op in ("pow", "atan2")):
                     # float32 index arithmetic of a float64 problem: rounded once, from double, as good libraries do

@@ -65,22 +65,24 @@ def _scratch_bytes(problem: Problem) -> Any:
         tile = block_q * (6 * dims + 4 * problem.head_dim_qk + 14 * block_kv + 8) + 2 * block_kv * dims
     else:
         vector = _real_bytes(problem) * (block_q * (dims + block_kv) + block_kv * dims)
-        tile = block_q * (4 * problem.head_dim_qk + 4 * problem.head_dim_v + 10 * block_kv) + 2 * block_kv * dims
+        tile = block_q * (4 * problem.head_dim_qk + 4 * problem.head_dim_v + 4 * block_kv + 256) + 2 * block_kv * dims
     return sympy.Piecewise((tile, sympy.Eq(amx, 1)), (vector, True))
 
 
 def _constraints(problem: Problem, target: Target) -> list[Constraint]:
     import sympy
 
-    block_q, block_kv = sympy.symbols("block_q block_kv")
+    amx, block_q, block_kv = sympy.symbols("amx block_q block_kv")
     found = [
         Constraint("L2 cache of one core", _scratch_bytes(problem), max(target.l2_bytes, SMALLEST_L2), "bytes"),
         Constraint("query rows of a tile in whole vectors", sympy.Mod(block_q, _width(problem, target)), 0, "left over"),
+        Constraint("query rows of a tile on tile registers", amx * sympy.Abs(block_q - AMX_ROWS[problem.which]), 0, "too many or too few"),
+        Constraint("keys of a tile on tile registers", amx * sympy.Mod(block_kv, 32), 0, "left over"),
         Constraint("query rows and keys of a tile", 1 - sympy.Min(block_q, block_kv), 0, "missing"),
     ]
     if problem.which == "forward":
         found += splits.constraints(problem)
-        found.append(Constraint("key splits on tile registers", sympy.Symbol("amx") * sympy.Abs(sympy.Symbol("kv_splits") - 1), 0, "more than one"))
+        found.append(Constraint("key splits on tile registers", amx * sympy.Abs(sympy.Symbol("kv_splits") - 1), 0, "more than one"))
     return found
 
 
@@ -136,5 +138,6 @@ FAMILY = Family(
     params=_no_params,
     workspaces=_no_workspaces,
     launches=_no_launches,
+    raw_scores=lambda problem, plan: problem.which == "forward" and bool(plan.amx),
     grad_type=lambda problem: "double",
 )

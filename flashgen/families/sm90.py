@@ -183,7 +183,7 @@ FAMILY = Family(
     derive=lambda which, fields: (sm90_backward.derive if which == "backward" else derive)(fields),
     tensor_maps=_of_pass(tensor_maps, sm90_backward.tensor_maps),
     lacks=("kv_splits",),
-    raw_scores=lambda problem: problem.which == "forward",
+    raw_scores=lambda problem, plan: problem.which == "forward",
     grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
     numbers=_of_pass(numbers, sm90_backward.numbers),
     clears=True,

@@ -138,9 +138,14 @@ template <class I> FG_FN I int_max(I a, I b) { return a < b ? b : a; }
 template <class I> FG_FN I int_abs(I a) { return a < 0 ? -a : a; }
 
 // an index outside a captured tensor (an element that nobody sees) reads its nearest entry
-// base[index * stride], whose bytes from the base take one multiply-add on 64 bits.
+// base[index * stride]
 template <class C> FG_FN C element(const C* base, int index, int stride) {
+#if FG_HOST
+  return stride == 1 ? base[index] : base[(long long)index * stride];  // compilers make a loop of its own of each, the first without products
+#else
+  // bytes from the base: one multiply-add on 64 bits
   return *reinterpret_cast<const C*>(reinterpret_cast<const char*>(base) + (long long)index * (stride * (int)sizeof(C)));
+#endif
 }
 FG_FN int clamp_index(int i, int n) { return int_max(0, int_min(i, n - 1)); }
 FG_FN int clamp_index(long long i, int n) { return (int)int_max(0ll, int_min(i, (long long)n - 1)); }

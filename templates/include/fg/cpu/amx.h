@@ -105,56 +105,56 @@ FG_FN pairs round_to_row(vec low, vec high) {
 #endif
 }
 
-// scores[key][query] of 32 keys and 32 queries: rows of K against pairs of Q^T. DEPTH is a multiple of 32; both strides of `query` and `scores` are LANES elements.
-template <int DEPTH, int LANES>
-FG_FN void tile_scores(const bf16* key, long long key_stride, const unsigned* query, float* scores) {
-  const long long key_bytes = key_stride * 2, lane_bytes = LANES * 4;
+// A square of sums, 32 x 32 floats at `at` with rows of LANES elements, lives in tile registers 0 to 3; 4 to 7 hold the factors of a step of 32 of the depth.
+FG_FN void square_zero() {
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
   tile_zero<3>();
+}
+template <int LANES>
+FG_FN void square_load(const float* at) {
+  tile_load<0>(at, LANES * 4);
+  tile_load<1>(at + TILE_ROWS, LANES * 4);
+  tile_load<2>(at + TILE_ROWS * LANES, LANES * 4);
+  tile_load<3>(at + TILE_ROWS * LANES + TILE_ROWS, LANES * 4);
+}
+template <int LANES>
+FG_FN void square_store(float* at) {
+  tile_store<0>(at, LANES * 4);
+  tile_store<1>(at + TILE_ROWS, LANES * 4);
+  tile_store<2>(at + TILE_ROWS * LANES, LANES * 4);
+  tile_store<3>(at + TILE_ROWS * LANES + TILE_ROWS, LANES * 4);
+}
+// sums += left right: 32 rows of the left factor, left_stride elements apart, and 16 rows of LANES pairs of the right one.
+template <int LANES>
+FG_FN void square_multiply(const bf16* left, long long left_stride, const unsigned* right) {
+  tile_load<4>(left, left_stride * 2);
+  tile_load<6>(right, LANES * 4);
+  tile_multiply<0, 4, 6>();
+  tile_load<7>(right + TILE_ROWS, LANES * 4);
+  tile_multiply<1, 4, 7>();
+  tile_load<5>(left + TILE_ROWS * left_stride, left_stride * 2);
+  tile_multiply<2, 5, 6>();
+  tile_multiply<3, 5, 7>();
+}
+
+// scores[key][query] of 32 keys and 32 queries: rows of K against pairs of Q^T. DEPTH is a multiple of 32; both strides of `query` and `scores` are LANES elements.
+template <int DEPTH, int LANES>
+FG_FN void tile_scores(const bf16* key, long long key_stride, const unsigned* query, float* scores) {
+  square_zero();
 #pragma GCC unroll 4
-  for (int d = 0; d < DEPTH; d += TILE_DEPTH) {
-    tile_load<4>(key + d, key_bytes);
-    tile_load<6>(query + d / 2 * LANES, lane_bytes);
-    tile_multiply<0, 4, 6>();
-    tile_load<7>(query + d / 2 * LANES + TILE_ROWS, lane_bytes);
-    tile_multiply<1, 4, 7>();
-    tile_load<5>(key + TILE_ROWS * key_stride + d, key_bytes);
-    tile_multiply<2, 5, 6>();
-    tile_multiply<3, 5, 7>();
-  }
-  tile_store<0>(scores, lane_bytes);
-  tile_store<1>(scores + TILE_ROWS, lane_bytes);
-  tile_store<2>(scores + TILE_ROWS * LANES, lane_bytes);
-  tile_store<3>(scores + TILE_ROWS * LANES + TILE_ROWS, lane_bytes);
+  for (int d = 0; d < DEPTH; d += TILE_DEPTH) square_multiply<LANES>(key + d, key_stride, query + d / 2 * LANES);
+  square_store<LANES>(scores);
 }
 
 // target[d][lane] += sum over keys of left[key / 32][d][key % 32] * right[key / 2][lane], 32 lanes, d < DIM (a multiple of 32), `count` keys (likewise).
 template <int DIM, int LANES>
 FG_FN void tile_accumulate(const bf16* left, int count, const unsigned* right, float* target) {
-  const long long lane_bytes = LANES * 4, left_bytes = TILE_DEPTH * 2;
   for (int d = 0; d < DIM; d += 2 * TILE_ROWS) {
-    float* const at = target + d * LANES;
-    tile_load<0>(at, lane_bytes);
-    tile_load<1>(at + TILE_ROWS, lane_bytes);
-    tile_load<2>(at + TILE_ROWS * LANES, lane_bytes);
-    tile_load<3>(at + TILE_ROWS * LANES + TILE_ROWS, lane_bytes);
-    for (int n = 0; n < count; n += TILE_DEPTH) {
-      const bf16* const block = left + (long long)n * DIM + d * TILE_DEPTH;
-      tile_load<4>(block, left_bytes);
-      tile_load<6>(right + n / 2 * LANES, lane_bytes);
-      tile_multiply<0, 4, 6>();
-      tile_load<7>(right + n / 2 * LANES + TILE_ROWS, lane_bytes);
-      tile_multiply<1, 4, 7>();
-      tile_load<5>(block + TILE_ROWS * TILE_DEPTH, left_bytes);
-      tile_multiply<2, 5, 6>();
-      tile_multiply<3, 5, 7>();
-    }
-    tile_store<0>(at, lane_bytes);
-    tile_store<1>(at + TILE_ROWS, lane_bytes);
-    tile_store<2>(at + TILE_ROWS * LANES, lane_bytes);
-    tile_store<3>(at + TILE_ROWS * LANES + TILE_ROWS, lane_bytes);
+    square_load<LANES>(target + d * LANES);
+    for (int n = 0; n < count; n += TILE_DEPTH) square_multiply<LANES>(left + (long long)n * DIM + d * TILE_DEPTH, TILE_DEPTH, right + n / 2 * LANES);
+    square_store<LANES>(target + d * LANES);
   }
 }
 

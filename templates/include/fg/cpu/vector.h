@@ -130,6 +130,17 @@ FG_FN vec exp2_coarse(vec x) {
   asm("vscalefps %2, %1, %0" : "=v"(result) : "v"(p), "v"(x));
   return result;
 }
+// The larger magnitude of two floats, the other's where one is NaN (vrangeps, imm 11: the larger absolute value, without a sign; Intel SDM volume 2).
+FG_FN vec larger_magnitude(vec a, vec b) {
+  vec result;
+  asm("vrangeps $11, %2, %1, %0" : "=v"(result) : "v"(a), "v"(b));
+  return result;
+}
+FG_FN bool any_not_within(vec a, vec b) {  // a > b in some lane, or a NaN there
+  unsigned short lanes;
+  asm("vcmpps $22, %2, %1, %0" : "=k"(lanes) : "v"(a), "v"(b));
+  return lanes != 0;
+}
 FG_FN bool any_greater(vec a, vec b) {
   unsigned short lanes;
   asm("vcmpps $14, %2, %1, %0" : "=k"(lanes) : "v"(a), "v"(b));
