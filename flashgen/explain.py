@@ -29,7 +29,8 @@ def explain(
     ranked = pipeline.ranked(form, problem, target, name, forced)
     best = next((c for c in ranked if c.plan == chosen), ranked[0])
     lines = [
-        f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, head dims {problem.head_dim_qk}/{problem.head_dim_v}, {_shapes(shapes)}"
+        f"{problem.which} on {target.name} ({target.chip}, {target.status}), {problem.dtype}, "
+        f"head dims {problem.head_dim_qk}/{problem.head_dim_v}, {_shapes(shapes)}"
     ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
     lines += ["", "Proved", *(f"  {_with_values(s, numbers)}" for s in facts.sentences)]

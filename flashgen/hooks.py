@@ -52,6 +52,7 @@ class Hooks:
     kv_from: list[str]  # these three where a row of tiles (of keys, of rows) has several ranges
     kv_before: list[str]
     q_from: list[str]
+    mask_cols: list[str]  # fields of Col that mask() reads
     visible: list[str]  # where the keys of a row are one interval
     gain: list[str]  # with raw scores: the factor that score() leaves out
     score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
@@ -104,6 +105,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"),
+        [stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == "col" and i in stages.field],
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
         *(_near(form, stages) if raw and form.score >= 0 else ([], [])),
     )  # fmt: skip

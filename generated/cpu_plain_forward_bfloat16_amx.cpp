@@ -6,8 +6,10 @@
 // Everything is transposed: lanes run along the query rows, so that maxima and sums over keys are plain vector operations.
 //   S^T[key][lane] = K Q^T     O^T[d][lane] += V^T P^T
 // Left factors are rows of K where they lie, and V^T, transposed once per kv head in blocks of 32 keys; right factors are Q^T and P^T as pairs of neighbours
-// along the depth. P is rounded to bfloat16, its sums are those of the unrounded weights. While vectors exponentiate one tile of scores, the tile
-// registers compute the next: both streams of instructions are interleaved by 32 keys, close enough for the processor to run them together.
+// along the depth. P is rounded to bfloat16, its sums are those of the unrounded weights.
+// A pipeline runs over blocks of 32 keys. While vectors turn a block's q . k into scores, tile registers compute the next block's q . k; while vectors
+// exponentiate, tile registers add the products of the tile of keys before to O^T. Both streams of instructions take turns step by step, close enough for a
+// processor to run them together.
 // b, h: batch item, query head (kv head h / GROUP). q_first, k_first: first row and key of a tile, k_first a multiple of 32; lane: row - q_first;
 // n: key - k_first. count: keys of a tile that exist; room: count rounded up to 32. Nothing past a length is read.
 #include "fg/base.h"
@@ -119,10 +121,10 @@ constexpr bool KEYS_IN_PLACE = HEAD_DIM_QK == DEPTH_QK;  // else rows are copied
 
 struct Scratch {
   alignas(64) bf16 query_rows[BLOCK_Q * DEPTH_QK];
-  alignas(64) unsigned query[DEPTH_QK / 2 * BLOCK_Q];    // pairs of Q^T
-  alignas(64) float scores[2][BLOCK_KV * BLOCK_Q];       // S^T of this tile of keys and of the next
-  alignas(64) unsigned weights[BLOCK_KV / 2 * BLOCK_Q];  // pairs of P^T
-  alignas(64) float out[DEPTH_V * BLOCK_Q];              // O^T, not yet divided by the sum of weights
+  alignas(64) unsigned query[DEPTH_QK / 2 * BLOCK_Q];       // pairs of Q^T
+  alignas(64) float scores[2][32 * BLOCK_Q];                // S^T of this block of keys and of the next
+  alignas(64) unsigned weights[2][BLOCK_KV / 2 * BLOCK_Q];  // pairs of P^T of this tile of keys and of the one before
+  alignas(64) float out[DEPTH_V * BLOCK_Q];                 // O^T, not yet divided by the sum of weights
   alignas(64) bf16 key[BLOCK_KV * DEPTH_QK];
 };
 
@@ -157,9 +159,46 @@ FG_FN bool find_tile(const Task& task, Range seen, int k_first, Scratch& scratch
   return true;
 }
 
-FG_FN void score_block(const KeyTile& tile, int n, const Scratch& scratch, float* scores) {
-  tile_scores<DEPTH_QK, BLOCK_Q>(tile.key + n * tile.key_stride, tile.key_stride, scratch.query, scores + n * BLOCK_Q);
+// `count` keys of a tile from its key n on: q . k becomes the score, -inf where there is no key or none that is seen.
+FG_FN void finish_scores(const Task& task, const KeyTile& tile, int n, int count, float* scores) {
+  for (int i = int_max(tile.count - n, 0) * VECTORS; i < count * VECTORS; ++i) store(scores + i * WIDTH, broadcast(-infinity<float>()));
 }
+
+// O^T += V^T P^T of `count` keys (a multiple of 32), still to be done for the rows of O^T from d on.
+struct Products {
+  const bf16* values;
+  const unsigned* weights;
+  int count, d;
+};
+
+FG_FN void begin_square(const Products& left, float* out) { square_load<BLOCK_Q>(out + left.d * BLOCK_Q); }
+FG_FN void add_to_square(const Products& left, int n) {
+  square_multiply<BLOCK_Q>(left.values + (long long)n * DEPTH_V + left.d * 32, 32, left.weights + n / 2 * BLOCK_Q);
+}
+
+FG_FN void end_square(Products& left, float* out) {
+  square_store<BLOCK_Q>(out + left.d * BLOCK_Q);
+  left.d += 32;
+}
+
+FG_FN void finish_products(Products& left, float* out) {
+  while (left.d < DEPTH_V) {
+    begin_square(left, out);
+    for (int n = 0; n < left.count; n += 32) add_to_square(left, n);
+    end_square(left, out);
+  }
+}
+
+// The products of keys n .. n + count - 1 of a tile, whose pairs of weights begin at `weights`.
+FG_FN Products products(const Task& task, const KeyTile& tile, int n, int count, unsigned* weights, float* out) {
+  return Products{task.values + (long long)(tile.k_first + n) * DEPTH_V, weights, count, count ? 0 : DEPTH_V};
+}
+
+constexpr int BLOCKS = BLOCK_KV / 32;
+constexpr int STEPS_QK = DEPTH_QK / 32;                            // of the depth of a block's q . k
+constexpr int SQUARES = (DEPTH_V / 32 + BLOCKS - 1) / BLOCKS;      // squares of O^T to which a tile's products are added during each block of the next
+constexpr int STEPS_V = SQUARES * BLOCKS;
+constexpr int share(int step, int steps) { return 16 * step / steps * 2; }  // first of the 32 keys of a block whose vectors go with a step
 
 // The softmax and O^T of one tile of rows. exact: masked products are left out one by one.
 FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTORS>& softmax) {
@@ -169,21 +208,58 @@ FG_FN void attend(const Task& task, bool exact, Scratch& scratch, Softmax<VECTOR
   for (int i = 0; i < DEPTH_V * VECTORS; ++i) store(scratch.out + i * WIDTH, vec{});
   const Range seen = kv_range(p, task.uniform, task.q_first, task.q_first + task.rows - 1);
   KeyTile tile{}, next{};
-  bool more = find_tile(task, seen, seen.begin & ~31, scratch, tile);
-  for (int n = 0; more && n < tile.room; n += 32) score_block(tile, n, scratch, scratch.scores[0]);
+  bool more = find_tile(task, seen, seen.begin & ~31, scratch, next);
+  if (more) tile_scores<DEPTH_QK, BLOCK_Q>(next.key, next.key_stride, scratch.query, scratch.scores[0]);
 
-  for (int turn = 0; more; turn ^= 1, tile = next) {
-    float* const scores = scratch.scores[turn];
-    for (int i = tile.count * VECTORS; i < tile.room * VECTORS; ++i) store(scores + i * WIDTH, broadcast(-infinity<float>()));
-    raise_reference<DEPTH_V>(softmax, scores, tile.room, factor, scratch.out);
+  Products left{nullptr, nullptr, 0, DEPTH_V};  // of the tile before
+  int turn = 0, side = 0;
+  while (more) {
+    tile = next;
+    unsigned* const weights = scratch.weights[side ^= 1];
+    int first_left = 0;  // key of the tile whose products, and those of all after it, are not in O^T
+    for (int n = 0; n < tile.room; n += 32, turn ^= 1) {
+      float* const scores = scratch.scores[turn];
+      const bool last = n + 32 == tile.room;
+      if (last) more = find_tile(task, seen, tile.k_first + BLOCK_KV, scratch, next);
+      const KeyTile& source = last ? next : tile;
+      const bf16* const key = source.key + (last ? 0 : n + 32) * source.key_stride;
 
-    more = find_tile(task, seen, tile.k_first + BLOCK_KV, scratch, next);
-    for (int n = 0; n < BLOCK_KV; n += 32) {
-      if (more && n < next.room) score_block(next, n, scratch, scratch.scores[turn ^ 1]);
-      if (n < tile.room) weigh_pairs(softmax, scores + n * BLOCK_Q, factor, scratch.weights + n / 2 * BLOCK_Q);
+      // The next block's q . k on tile registers beside this block's scores on vectors.
+      Largest<VECTORS> largest;
+      for (int j = 0; j < VECTORS; ++j) largest.chain[0][j] = largest.chain[1][j] = softmax.maximum[j];
+      if (more) square_zero();
+      for (int step = 0; step < STEPS_QK; ++step) {
+        if (more) square_multiply<BLOCK_Q>(key + step * 32, source.key_stride, scratch.query + step * 16 * BLOCK_Q);
+        const int first = share(step, STEPS_QK), count = share(step + 1, STEPS_QK) - first;
+        finish_scores(task, tile, n + first, count, scores + first * BLOCK_Q);
+        include_scores<VECTORS>(largest, scores + first * BLOCK_Q, count);
+      }
+      if (more) square_store<BLOCK_Q>(scratch.scores[turn ^ 1]);
+
+      if (left_behind<VECTORS>(softmax, largest, factor)) {
+        // What has been weighed by the old reference goes into O^T first.
+        finish_products(left, scratch.out);
+        left = products(task, tile, first_left, n - first_left, weights + first_left / 2 * BLOCK_Q, scratch.out);
+        finish_products(left, scratch.out);
+        first_left = n;
+        raise_reference<DEPTH_V>(softmax, factor, scratch.out);
+      }
+      // The products of the tile before on tile registers beside this block's exponentials on vectors.
+      vec reference[VECTORS];
+      for (int j = 0; j < VECTORS; ++j) reference[j] = finite_reference(softmax.reference[j]);
+      for (int step = 0; step < STEPS_V; ++step) {
+        const bool adds = left.d < DEPTH_V;
+        const int m = step % BLOCKS * 32, first = share(step, STEPS_V), count = share(step + 1, STEPS_V) - first;
+        if (adds && m == 0) begin_square(left, scratch.out);
+        if (adds && m < left.count) add_to_square(left, m);
+        weigh_pairs<VECTORS>(reference, softmax.total, scores + first * BLOCK_Q, count, factor, weights + (n + first) / 2 * BLOCK_Q);
+        if (adds && m == BLOCK_KV - 32) end_square(left, scratch.out);
+      }
     }
-    tile_accumulate<DEPTH_V, BLOCK_Q>(task.values + (long long)tile.k_first * DEPTH_V, tile.room, scratch.weights, scratch.out);
+    finish_products(left, scratch.out);
+    left = products(task, tile, first_left, tile.room - first_left, weights + first_left / 2 * BLOCK_Q, scratch.out);
   }
+  finish_products(left, scratch.out);
 }
 
 // Divides by the sum of weights and stores the tile's rows of out, lse and the largest scores.

@@ -622,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             bool visible = own_k + r * 8 < lens.kv_len;
-            visible = visible && mask(p, u, row_q, masked[r], q, own_k + r * 8);
+            visible &= mask(p, u, row_q, masked[r], q, own_k + r * 8);
             if (!visible) s[i + 2 * r + e] = dp[i + 2 * r + e] = 0.0f;
           }
         }

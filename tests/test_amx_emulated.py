@@ -1,7 +1,8 @@
 """Does the AMX forward compute attention where tile registers are arrays in memory?
 
 The emitted kernel for a processor with AMX is built with ``FG_AMX_EMULATE`` and run on small problems of several tiles: the pipeline of scores, exponentials
-and products, references that rise inside a tile, tails, masked NaN and both evaluations of a soft-cap are the kernel's own. Vectors are real: AVX-512 is needed.
+and products, references that rise inside a tile, tails, masked NaN and both evaluations of a soft-cap are the kernel's own. Vectors are
+real: AVX-512 is needed.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
     packed = problem.layout == "varlen"
-    tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * ceil_div(sizes.q_len, plan.block_q)  # a sequence may leave one partly empty
+    tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * ceil_div(sizes.q_len, plan.block_q)  # cut at their ends
     rows = tiles * sizes.heads * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
     if packed:

@@ -77,7 +77,7 @@ def _backward(problem: Problem, facts: Facts) -> dict[str, Any]:
         "matrix": 2 * bq * bkv * (2 * dqk + 2 * dv + summed * dqk) / RATE,
         "shared-memory port": (groups * (scores + sums) + dq + staged + 2 * bq * (dqk + dv)) / PORT_BYTES,
         "special functions": bq * bkv * (1 + facts.score_specials) / SPECIALS,
-        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops + DROPOUT_OPS * problem.dropout * (1 + f["wide"])) / LANES,  # drawn by each warpgroup there
+        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops + DROPOUT_OPS * problem.dropout * (1 + f["wide"])) / LANES,  # by each group
         "additions to dQ": summed * 4 * bq * dqk / REDUCED_BYTES,
     }
 

@@ -128,21 +128,30 @@ FG_FN int blocks(int size) { return (size + TABLE_BLOCK - 1) / TABLE_BLOCK; }
 template <class C> FG_FN Span span_blocked(const C* data, const C* least, const C* most, Axis x) {
   const int first = clamp_index(x.index.lo, x.size), last = clamp_index(x.index.hi, x.size);
   if (last - first >= SPAN_LIMIT) return span_unknown();
-  C low = data[first * x.stride], high = low;
-  int i = first;
+  const int block = (first + TABLE_BLOCK - 1) / TABLE_BLOCK, end = last + 1 == x.size ? blocks(x.size) : (last + 1) / TABLE_BLOCK;  // whole blocks
+  const bool some = block < end;
+  C low = some ? least[block] : data[first * x.stride], high = some ? most[block] : low;
 #if !FG_HOST
 #pragma unroll 1
 #endif
-  while (i <= last) {
-    if (i % TABLE_BLOCK == 0 && (i + TABLE_BLOCK - 1 <= last || last + 1 == x.size)) {
-      low = int_min(low, least[i / TABLE_BLOCK]);
-      high = int_max(high, most[i / TABLE_BLOCK]);
-      i += TABLE_BLOCK;
-    } else {
-      low = int_min(low, data[i * x.stride]);
-      high = int_max(high, data[i * x.stride]);
-      ++i;
+  for (int i = block + 1; i < end; i += 4) {  // four at once: what a device loads together takes the time of one
+#if !FG_HOST
+#pragma unroll
+#endif
+    for (int j = 0; j < 4; ++j) {
+      const int at = int_min(i + j, end - 1);
+      low = int_min(low, least[at]);
+      high = int_max(high, most[at]);
     }
+  }
+#if !FG_HOST
+#pragma unroll 1
+#endif
+  for (int i = first; i <= last; ++i) {
+    if (some && i == block * TABLE_BLOCK) i = end * TABLE_BLOCK;  // beyond the whole blocks
+    if (i > last) break;
+    low = int_min(low, data[i * x.stride]);
+    high = int_max(high, data[i * x.stride]);
   }
   return span_near(Span{(long long)low, (long long)high});
 }
