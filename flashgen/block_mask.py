@@ -233,7 +233,10 @@ def _listed(block_mask: Any, table: Tensor) -> Callable[..., Any]:
         place = (0 if one_b else b, 0 if one_h else h, q_idx // block_q, kv_idx // block_k)
         return present[place] & (full[place] | mask_mod(b, h, q_idx, kv_idx))
 
-    return visible
+    def in_present(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return present[0 if one_b else b, 0 if one_h else h, q_idx // block_q, kv_idx // block_k] & mask_mod(b, h, q_idx, kv_idx)
+
+    return in_present if block_mask.full_kv_num_blocks is None else visible
 
 
 def _agree(block_mask: Any, table: Tensor) -> bool:

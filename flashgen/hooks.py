@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from . import bounds, derivative, ranges
 from .form import Form
@@ -52,6 +53,8 @@ class Hooks:
     kv_from: list[str]  # these three where a row of tiles (of keys, of rows) has several ranges
     kv_before: list[str]
     q_from: list[str]
+    listed: bool  # the three step along explicit blocks
+    scanned: bool  # tile_class reads captured tensors
     mask_cols: list[str]  # fields of Col that mask() reads
     visible: list[str]  # where the keys of a row are one interval
     gain: list[str]  # with raw scores: the factor that score() leaves out
@@ -104,7 +107,8 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
     return Hooks(
         stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
-        _jump(form, tables, "q", "from"),
+        _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
+        any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         [stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == "col" and i in stages.field],
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
         *(_near(form, stages) if raw and form.score >= 0 else ([], [])),
@@ -220,17 +224,26 @@ def _axis(axis: str, tables: Tables) -> tuple[str, PrintedSpans]:
     return length, PrintedSpans({**_TILE, axis: f"fg::Span{{0, {length} - 1}}"}, tables)
 
 
+def _parts(form: Form, axis: str) -> tuple[Any, ...]:
+    return ranges.several(ranges.axis_bounds(form, axis))
+
+
+def _stepped(form: Form, tables: Tables, x: ranges.Listed) -> bool:
+    """Whether explicit blocks are stepped along, as they lie or through their table; else the classes of tiles say it."""
+    return x.size == 1 if tables.get(form.nodes[x.node].data) else x.size >= bounds.COARSE
+
+
 def _jump(form: Form, tables: Tables, axis: str, way: str) -> list[str]:
     """Body of kv_from, kv_before or q_from: over the holes between the ranges and the explicit blocks of a tile. Empty where there are neither.
 
     way: "from" (to the first index that is not below one) or "before" (to the end of the last one below).
     """
-    parts = ranges.several(ranges.axis_bounds(form, axis))
+    parts = _parts(form, axis)
     length, spans = _axis(axis, tables)
     evaluator, found = Evaluator(form, spans), []
     within, at = {"from": ("first_from", "begin"), "before": ("end_before", "end")}[way]
     for part in parts:
-        blocks = [text for x in ranges.lists(part) if (text := _blocks(form, tables, x, evaluator, spans))]
+        blocks = [_blocks(form, tables, x, evaluator, spans) for x in ranges.lists(part) if _stepped(form, tables, x)]
         limits = spans.keep(f"fg::range_within({ranges.axis_span(part, evaluator, spans)}, {length})")
         place = f"fg::{within}({limits}, {at})"
         for text in blocks:  # a step along the blocks may leave the range again
@@ -248,8 +261,6 @@ def _blocks(form: Form, tables: Tables, x: ranges.Listed, evaluator: Evaluator, 
     """The arguments that say where explicit blocks lie: entries, the lines of blocks that the tile meets, the entries of a line, the size of a block."""
     node = form.nodes[x.node]
     slot, count, blocked = node.data, len(node.args), tables.get(node.data, 0)
-    if x.size > 1 if blocked else x.size < bounds.COARSE:
-        return ""  # the classes of tiles say it
     axes, step = {}, "1"
     for d in reversed(range(count)):
         size, index = f"p.capture_{slot}_size_{d}", evaluator.as_integer(node.args[d])

@@ -63,9 +63,16 @@ class Candidate:
         return max(self.usage, key=lambda u: u[1] / u[2])
 
 
-def straddling(block: int, tile: int) -> float:
-    """How many explicit blocks a tile meets along an axis, over those that an aligned tile of its size would: what does not divide visits more than it must."""
-    return 1.0 if not block else (1 + (tile - gcd(tile, block)) / block) / max(1, tile / block)
+SPARSE = 0.1  # share of explicit blocks that is taken to be visible where tiles are priced
+
+
+def met(block: int, tile: int) -> float:
+    """How much more of an axis is visited for meeting explicit blocks with tiles: blocks that a tile cuts are met by two, and a tile of several blocks is
+    visited for any of them."""
+    if not block:
+        return 1.0
+    straddling = (1 + (tile - gcd(tile, block)) / block) / max(1, tile / block)
+    return straddling * (1 - (1 - SPARSE) ** max(1, tile / block)) / SPARSE
 
 
 def candidates(facts: Facts, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> list[Candidate]:
@@ -101,7 +108,7 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
                 usage.append((c.name, used, c.limit, c.unit))
             if used > c.limit:
                 rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
-        price = float(cost.xreplace(values)) * straddling(facts.block, point["block_q"]) * straddling(facts.block, point["block_kv"])
+        price = float(cost.xreplace(values)) * met(facts.block, point["block_q"]) * met(facts.block, point["block_kv"])
         found[chosen] = Candidate(chosen, price, tuple(usage), tuple(rejected))
     return sorted(found.values(), key=lambda c: (bool(c.rejected), c.cost))
 

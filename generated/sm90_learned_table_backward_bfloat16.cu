@@ -386,6 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         const Uniform u = uniform(p, lens, b, kv_head * GROUP + head);
         const fg::Range seen = k_last < k_first ? fg::Range{0, 0} : q_range(p, u, k_first, k_last);
         const int end = seen.begin < seen.end ? (seen.end + BLOCK_Q - 1) / BLOCK_Q : 0;
+
 #pragma unroll 1
         for (int tile = seen.begin / BLOCK_Q; tile < end; ++tile) {
           bool partial = k_first + BLOCK_KV > lens.kv_len;

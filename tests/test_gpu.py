@@ -12,8 +12,10 @@ import cases_variants
 import judge
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-import flashgen
+import flashgen as fg
+from flashgen.reference import reference
 
 pytestmark = pytest.mark.gpu
 FAMILIES = [None, "sm80"]
@@ -43,7 +45,7 @@ def test_scenario(scenario, family):
 def _causal(family, *, heads=16, kv_heads=4, length=4096, deterministic=None, **variant):
     shapes = [(2, n, length, 128) for n in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes)
-    return flashgen.compile(flashgen.Variant(mask=flashgen.causal, **variant), family=family, deterministic=deterministic), q, k, v
+    return fg.compile(fg.Variant(mask=fg.causal, **variant), family=family, deterministic=deterministic), q, k, v
 
 
 def _bytes(*tensors):
@@ -70,9 +72,77 @@ def test_memory_is_that_of_the_results_and_one_float32_dq(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_results_repeat_bit_by_bit(family):
     """The forward always; gradients when asked."""
-    kernel, q, k, v = _causal(family, length=777, deterministic=True, score=flashgen.softcap(20.0))
+    kernel, q, k, v = _causal(family, length=777, deterministic=True, score=fg.softcap(20.0))
     dout, seen = torch.randn_like(q), []
     for _ in range(20):
         out, aux = kernel(q, k, v, return_aux=True)
         seen.append((out, aux.lse, *torch.autograd.grad(out, (q, k, v), dout)))
     assert all(torch.equal(a, b) for later in seen[1:] for a, b in zip(seen[0], later))
+
+
+LENGTH = 2304  # 18 tiles of 128: several times what a producer classifies at once
+
+
+def sparse_masks(device):
+    """Masks of which most tiles are empty: holes between ranges, explicit blocks that are whole tiles and that are not, documents."""
+    generator = torch.Generator().manual_seed(4)
+    few = lambda size, *heads: (torch.rand(*heads, -(-LENGTH // size), -(-LENGTH // size), generator=generator) < 0.1).to(device)  # noqa: E731
+    first, ids = fg.mask(lambda b, h, q, k: k < 4), torch.arange(LENGTH, dtype=torch.int32, device=device) // 300
+    return {
+        "sink and window": fg.causal & (fg.sliding_window(200, 0) | first), "a prefix": fg.mask(lambda b, h, q, k: k < 300) | fg.sliding_window(99, 0),
+        "dilated": fg.dilated(5) & fg.causal, "chunked": fg.chunked(700) & fg.causal, "butterfly": fg.block_sparse(fg.butterfly(16).to(device), 144),
+        "local and global": fg.causal & fg.block_sparse(fg.local_global(36).to(device), 64), "few blocks of 128": fg.block_sparse(few(128, 2, 2), 128),
+        "few blocks of 64": fg.block_sparse(few(64, 2), 64), "few blocks of 48": fg.block_sparse(few(48), 48), "few blocks of 7": fg.block_sparse(few(7), 7),
+        "blocks and documents": fg.block_sparse(few(128, 2), 128) & fg.document(ids) | first, "documents": fg.document(ids) & fg.causal,
+        "nothing": fg.block_sparse(torch.zeros(18, 18, dtype=torch.bool, device=device), 128),
+    }  # fmt: skip
+
+
+def check(kernel, variant, which, head_dim=64):
+    """Output and gradients of bfloat16 inputs against fp64, and that the passes are of the family."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, LENGTH, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    assert all(kernel.plan(q, k, v, which=n).family == which for n in ("forward", "backward"))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, want = kernel(q, k, v), reference(variant, *exact)[0]
+    dout = torch.randn_like(out)
+    for x, y in zip((out, *torch.autograd.grad(out, (q, k, v), dout)), (want, *torch.autograd.grad(want, exact, dout.double()))):
+        assert (x.double() - y).norm() <= 0.01 * y.norm()
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, False), (128, True), (256, False)])
+@pytest.mark.parametrize("name", sparse_masks("cpu"))
+def test_empty_tiles_are_stepped_over(name, head_dim, deterministic, family):
+    if family == "sm90" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    variant = fg.Variant(mask=sparse_masks("cuda")[name])
+    check(fg.compile(variant, family=family, deterministic=deterministic), variant, family, head_dim)
+
+
+def test_lists_of_a_block_mask_per_batch_item_and_head():
+    present = (torch.rand(2, 2, 18, 18, generator=torch.Generator().manual_seed(6)) < 0.2).cuda().tril()
+    order = torch.argsort(present.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    lists = BlockMask.from_kv_blocks(present.sum(-1).to(torch.int32), order, BLOCK_SIZE=128, mask_mod=lambda b, h, q, k: q >= k, seq_lengths=(LENGTH, LENGTH))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, LENGTH, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, want = fg.flex_attention(q, k, v, block_mask=lists), reference(fg.Variant(mask=fg.block_sparse(present, 128) & fg.causal), *exact)[0]
+    dout = torch.randn_like(out)
+    for x, y in zip((out, *torch.autograd.grad(out, (q, k, v), dout)), (want, *torch.autograd.grad(want, exact, dout.double()))):
+        assert (x.double() - y).norm() <= 0.01 * y.norm()
+
+
+def test_a_captured_graph_reads_new_blocks():
+    blocks, others = (torch.rand(2, 18, 18, 18, generator=torch.Generator().manual_seed(7)) < 0.2).cuda()[:, :2]
+    variant = fg.Variant(mask=fg.block_sparse(blocks, 128))
+    kernel = fg.compile(variant)
+    q, k, v = (torch.randn(1, 2, LENGTH, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    kernel(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel(q, k, v)
+    blocks.copy_(others)
+    graph.replay()
+    want = reference(variant, q.double(), k.double(), v.double())[0]
+    assert (out.double() - want).norm() <= 0.01 * want.norm()

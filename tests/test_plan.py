@@ -11,7 +11,7 @@ import flashgen as fg
 from flashgen import families
 from flashgen import target as targets
 from flashgen.analysis import analyze
-from flashgen.plan import candidates, plan, size_class, straddling
+from flashgen.plan import candidates, met, plan, size_class
 from flashgen.problem import Problem
 
 FORM = fg.Variant(mask=fg.causal, score=fg.softcap(20.0)).plain.form
@@ -81,7 +81,8 @@ def test_tiles_divide_explicit_blocks(name, which):
     facts, problem = analyze(fg.Variant(mask=blocks).plain.form), Problem("bfloat16", 128, 128, which=which)
     chosen = plan(facts, problem, targets.parse(name), "sm80")
     assert facts.block == 128 and 128 % chosen.block_q == 0 == 128 % chosen.block_kv
-    assert straddling(128, 48) == 1.25 and straddling(128, 64) == straddling(64, 128) == straddling(0, 48) == 1.0 and straddling(64, 96) > 1.3
+    assert met(128, 48) == pytest.approx(1.25) and met(128, 64) == pytest.approx(1) and met(0, 48) == 1
+    assert met(64, 128) == pytest.approx(1.9) and met(64, 96) > met(64, 64) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("forced", [{"block_q": 0}, {"block_q": 17}, {"block_kv": -16}])

@@ -47,8 +47,12 @@ class Case:
 POISON = {"float32": math.nan, "int32": 1 << 30}  # what workspaces hold before
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
+MANY = torch.arange(2600, dtype=torch.int32) // 350 % 3  # documents that come back
 SINK_AND_WINDOW = flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4))
 TABLE = torch.linspace(-1, 1, 2 * 41, requires_grad=True).reshape(2, 41).detach().requires_grad_()
+FEW_BLOCKS = torch.rand(2, 60, 9, generator=torch.Generator().manual_seed(2)) < 0.1  # of 48: no tile is made of whole ones
+FEW_BLOCKS[0, :, 3:6] = False  # keys that no row sees
+BLOCKS = flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48))
 CASES = (
     Case("full"),
     Case("full, 128", head_dim=(128, 128), lengths=(130, 200)),
@@ -60,6 +64,12 @@ CASES = (
     Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
     Case("sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500)),
     Case("deterministic sink and window", flashgen.Variant(mask=SINK_AND_WINDOW), lengths=(500, 500), deterministic=True),
+    Case("few blocks", BLOCKS, (16, 16), (2, 1), lengths=(2880, 430)),
+    Case("few blocks, 128", BLOCKS, (128, 128), (2, 2), lengths=(500, 430)),
+    Case("deterministic blocks", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS.mT, 48)), (16, 16), (2, 1), lengths=(400, 2880), deterministic=True),
+    Case("wide, few blocks", BLOCKS, (136, 136), lengths=(600, 250)),
+    Case("documents, many tiles", flashgen.Variant(mask=flashgen.document(MANY, DOCUMENTS)), (16, 16), lengths=(2600, 300)),
+    Case("deterministic documents, many tiles", flashgen.Variant(mask=flashgen.document(DOCUMENTS, MANY)), (16, 16), lengths=(300, 2600), deterministic=True),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (128, 128), heads=(2, 1), lengths=(140, 140)),
     Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 1), lengths=(140, 140)),

@@ -61,6 +61,12 @@ class Case:
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
 MANY = torch.arange(2600, dtype=torch.int32) // 350 % 3  # documents that come back
+FIRST_KEYS = flashgen.mask(lambda b, h, q, k: k < 4)
+FEW_BLOCKS = torch.rand(2, 5, 55, generator=torch.Generator().manual_seed(2)) < 0.1  # of 48: no tile is made of whole ones
+FEW_BLOCKS[0, 1:3] = False  # rows that see nothing
+DENSE = FEW_BLOCKS.repeat_interleave(47, 1).repeat_interleave(47, 2)
+SINK_AND_WINDOW = flashgen.sliding_window(left=100, right=0) | FIRST_KEYS
+PREFIX_AND_WINDOW = flashgen.sliding_window(left=60, right=0) | flashgen.mask(lambda b, h, q, k: k < 1400)
 CASES = (
     Case("full"),
     Case("full, grouped heads", heads=(4, 2)),
@@ -75,6 +81,13 @@ CASES = (
     Case("window, many tiles", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=300, right=0)), (16, 16), lengths=(200, 2600)),
     Case("window, 128", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=90, right=0)), (128, 128), lengths=(300, 700)),
     Case("documents, many tiles", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY)), (16, 16), lengths=(200, 2600)),
+    Case("sink and window", flashgen.Variant(mask=flashgen.causal & SINK_AND_WINDOW), (16, 16), lengths=(500, 3000)),
+    Case("prefix and window", flashgen.Variant(mask=PREFIX_AND_WINDOW), (16, 16), lengths=(200, 3000)),
+    Case("few blocks", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48)), (16, 16), (2, 1), lengths=(240, 2600)),
+    Case("few blocks, 128", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48)), (128, 128), (2, 2), lengths=(230, 2630), nan=True),
+    Case("blocks and first keys", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS[:1], 48) | FIRST_KEYS), (16, 16), lengths=(240, 2600)),
+    Case("documents, sink and window", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY) & SINK_AND_WINDOW), (16, 16), lengths=(200, 2600)),
+    Case("dense", flashgen.Variant(mask=flashgen.from_dense(DENSE)), (16, 16), (2, 1), lengths=(235, 2585)),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
     Case("soft-cap, float16", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), dtype=torch.float16),

@@ -25,6 +25,7 @@ REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
 MOST_REGISTERS = 256  # that setmaxnreg can give a thread
 MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
+FOUND = 8  # tiles that the producer's searching warp may be ahead of the one that loads
 SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
 
 
@@ -49,8 +50,8 @@ def smem_bytes(fields: dict[str, Any], ceiling: Any) -> Any:
     f = fields
     tiles = f["q_stages"] * f["block_q"] * f["dim_qk"] + f["stages"] * f["block_kv"] * (f["dim_qk"] + f["dim_v"])
     staged = (1 - f["store_registers"]) * f["block_q"] * f["dim_v"]
-    barriers = 32 * (f["q_stages"] + f["stages"])
-    return 1024 * ceiling((2 * (tiles + staged) + barriers) / 1024)
+    rest = 32 * f["q_stages"] + 36 * f["stages"] + 32 * FOUND  # barriers, and what the producer tells of tiles
+    return 1024 * ceiling((2 * (tiles + staged) + rest) / 1024)
 
 
 def _consumer_registers(fields: dict[str, Any]) -> Any:
@@ -81,12 +82,15 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
+    if 0 < facts.block < 128 and max(dim_qk, dim_v) <= 128:
+        tiles.append((2, 64, DYNAMIC, 2, 4, 0, 0))  # tiles of whole blocks; warpgroups that see different ones may be further apart
     tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
+    splits: list[dict[str, int]] = [{}]
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
-        common |= {"consumer_registers": 208, "producer_registers": 88}
+        splits = [{"consumer_registers": consumer, "producer_registers": producer} for consumer, producer in ((224, 56), (208, 88))]
         tiles = [values for values in tiles if values[0] == 2]
-    points = [{**common, **dict(zip(names, values, strict=True))} for values in tiles]
+    points = [{**common, **dict(zip(names, values, strict=True)), **split} for values in tiles for split in splits]
     if packed:  # pieces are of very different lengths
         points = [{**p, "schedule": DYNAMIC} for p in points]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]

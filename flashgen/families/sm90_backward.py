@@ -21,6 +21,7 @@ NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
 BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
 REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
+EVERYTHING = (1 << 31) - 1  # bytes: no limit
 OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
 
 
@@ -81,7 +82,7 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     if not _dq_summed(problem):
         return tuple((0, consumer) for consumer in REGISTERS)
     if facts.data_dependent:
-        return ((0, 232), (1, 232), (0, 224))
+        return ((1, 232), (0, 232), (0, 224))
     return ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224)) if facts.has_mask else ((1, 240), (1, 232), (1, 224), (0, 240))
 
 
@@ -91,7 +92,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     common = {
         "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "overlap": int(facts.score_affine and not problem.capture_grads), "wide": wide,
         "dq_summed": dq_summed, "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
-        "section_bytes": target.l2_bytes * 4 // 5 if facts.has_mask else 0,
+        # Where all rows see some keys and others only a few, the blocks of the former start first, those of all heads.
+        "section_bytes": EVERYTHING if facts.ranges > 1 else target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
     heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
     points = []
