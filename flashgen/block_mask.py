@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .capture import resolve
 from .errors import VariantError
-from .kernel import _resolve
 from .reference import evaluate
 from .variant import Variant, as_mask
 
@@ -149,7 +149,7 @@ def _accelerator() -> str:
 def blocks_of(mask_mod: Any, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Pieces (first row of blocks, some visible, all visible), bool ``(B, H, rows, KV blocks)``; past the lengths counts as visible for "all"."""
     traced = Variant(mask=mask_mod).plain
-    form, captures = traced.form, _resolve(traced.captures, {}, device)
+    form, captures = traced.form, resolve(traced.captures, {}, device)
     (b, h, q_len, kv_len), (block_q, block_k) = shape, block
     columns = -(-kv_len // block_k)
     axis = lambda at, n, first=0: torch.arange(first, first + n, dtype=torch.int32, device=device).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731

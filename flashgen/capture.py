@@ -6,6 +6,7 @@ Tensor -> Capture. Example: ``Capture(table).type`` is "real" for a bfloat16 tab
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import VariantError
@@ -88,3 +89,27 @@ def known(x: Any) -> Capture | None:
 
 def is_tensor(x: Any) -> bool:
     return hasattr(type(x), "__torch_function__") and hasattr(type(x), "data_ptr")
+
+
+def resolve(captures: Iterable[Capture], inputs: Mapping[str, Any], device: Any) -> list[Any]:
+    """The tensors of this call: captured ones as they are now, inputs as given, derived ones computed anew."""
+    memo: dict[int, Any] = {}
+    found = [_replay(c, inputs, memo) for c in captures]
+    return [t.to(device) if t.dim() == 0 and t.device.type == "cpu" and device.type != "cpu" else t for t in found]
+
+
+def _replay(capture: Capture, inputs: Mapping[str, Any], memo: dict[int, Any]) -> Any:
+    if capture.name is not None:
+        return inputs[capture.name]
+    if capture.recipe is None:
+        return capture.tensor
+    if id(capture) not in memo:
+        function, args, kwargs = capture.recipe
+
+        def fresh(x: Any) -> Any:
+            if isinstance(x, Capture):
+                return _replay(x, inputs, memo)
+            return type(x)(fresh(y) for y in x) if type(x) in (list, tuple) else x
+
+        memo[id(capture)] = function(*fresh(args), **{n: fresh(x) for n, x in kwargs.items()})
+    return memo[id(capture)]

@@ -17,8 +17,9 @@ from torch import Tensor
 from . import checks, closures, dynamo, ops
 from .block_mask import BlockMask, OptionError, and_masks, create_block_mask, mask_of, or_masks
 from .calls import Call, Handle
+from .capture import resolve
 from .errors import ShapeError, VariantError
-from .kernel import _autocast, _resolve
+from .kernel import _autocast
 from .variant import Variant
 
 try:  # torch 2.9 and later
@@ -70,7 +71,7 @@ def flex_attention(
     else:
         trace, given = closures.traced(score_mod, mask)  # type: ignore[assignment]
         form = trace.form.text  # type: ignore[attr-defined]
-    captures = _resolve(tuple(trace.captures), given, q.device)
+    captures = resolve(tuple(trace.captures), given, q.device)
     checks.captures(trace.captures, captures, {"B": q.shape[0], "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else scale
     call = Call(q, k, v, None, None, None, None, captures, list(trace.floats), list(trace.ints), factor, q.shape[2], k.shape[2])

@@ -15,9 +15,10 @@ from torch import Tensor
 from . import calls, checks, dynamo, explain, families, ops, pipeline, settings
 from . import target as targets
 from .calls import Backward, Call, Handle
+from .capture import resolve
 from .errors import ShapeError, VariantError
 from .form import Form, Traced
-from .language import Capture, dtype_name
+from .language import dtype_name
 from .plan import Plan, size_class
 from .problem import Problem
 from .repeat import Repeat, signature
@@ -198,11 +199,11 @@ class Kernel:
 
     def _captured(self, traced: Traced, given: Mapping[str, Tensor], device: torch.device) -> tuple[Traced, list[Tensor]]:
         """The captures as they are now, and a trace that fits them."""
-        captures = _resolve(traced.captures, given, device)
+        captures = resolve(traced.captures, given, device)
         for capture, t in zip(traced.captures, captures):
             if not capture.fits(t):
                 traced = self.variant.renewed(dict(given))
-                return traced, _resolve(traced.captures, given, device)
+                return traced, resolve(traced.captures, given, device)
         return traced, captures
 
     def _dense(self, q: Any, k: Any, v: Any, seqlens_k: Any, sink: Any, inputs: Any, dropout_p: Any, seed: Any, *, layout: str) -> tuple[Call, Traced]:
@@ -396,27 +397,3 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
-
-
-def _resolve(captures: tuple[Capture, ...], inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors of this call: captured ones as they are now, inputs as given, derived ones computed anew."""
-    memo: dict[int, Any] = {}
-    found = [_replay(c, inputs, memo) for c in captures]
-    return [t.to(device) if t.dim() == 0 and t.device.type == "cpu" and device.type != "cpu" else t for t in found]
-
-
-def _replay(capture: Capture, inputs: Mapping[str, Tensor], memo: dict[int, Any]) -> Tensor:
-    if capture.name is not None:
-        return inputs[capture.name]
-    if capture.recipe is None:
-        return capture.tensor
-    if id(capture) not in memo:
-        function, args, kwargs = capture.recipe
-
-        def fresh(x: Any) -> Any:
-            if isinstance(x, Capture):
-                return _replay(x, inputs, memo)
-            return type(x)(fresh(y) for y in x) if type(x) in (list, tuple) else x
-
-        memo[id(capture)] = function(*fresh(args), **{n: fresh(x) for n, x in kwargs.items()})
-    return memo[id(capture)]

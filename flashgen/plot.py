@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from . import checks
-from .capture import Capture
+from .capture import Capture, resolve
 from .errors import FlashgenError, ShapeError, VariantError
-from .kernel import _resolve
 from .plan import size_class
 from .problem import Problem
 from .traffic import FULL, PARTIAL, Shape, classifier
@@ -49,7 +48,7 @@ def tile_classes(
     found = np.full((rows, columns), FULL, np.uint8)
     if numbers.form.mask < 0:
         return found
-    tensors = [t.cpu() for t in _resolve(numbers.captures, given, torch.device("cpu"))]
+    tensors = [t.cpu() for t in resolve(numbers.captures, given, torch.device("cpu"))]
     batch = max((t.shape[d] for c, t in zip(numbers.captures, tensors) for d, n in enumerate(c.expect or ()) if n == "B"), default=batch_index + 1)
     checks.captures(numbers.captures, tensors, {"B": batch, "H": heads, "Q": q_len, "K": kv_len}, torch.device("cpu"))
     if batch_index >= batch:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .capture import resolve
 from .form import Form, Traced
-from .kernel import _resolve, seed_tensor
+from .kernel import seed_tensor
 from .language import BOOL, FLOATS, INT, LONG, SINGLE
 from .variant import Variant
 
@@ -105,7 +106,7 @@ def reference(
         "b": axis(B, 0), "h": axis(H, 1), "q": axis(Lq, 2), "k": axis(Lk, 3), "kv_len": lengths.view(B, 1, 1, 1),
         "q_len": torch.tensor(Lq, dtype=torch.int32, device=q.device), "heads": torch.tensor(H, dtype=torch.int32, device=q.device),
     }  # fmt: skip
-    captures = _resolve(traced.captures, dict(inputs or {}), q.device)
+    captures = resolve(traced.captures, dict(inputs or {}), q.device)
     visible = (symbols["k"] < symbols["kv_len"]).expand(B, H, Lq, Lk)
     if form.mask >= 0:
         visible = visible & evaluate(form, form.mask, symbols, captures, traced.floats, traced.ints, real)

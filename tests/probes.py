@@ -21,9 +21,9 @@ def trace(score: Any = None, mask: Any = None) -> Traced:
 
 def replayed(traced: Traced) -> list[torch.Tensor]:
     """The captured tensors of a call made now."""
-    from flashgen.kernel import _resolve
+    from flashgen.capture import resolve
 
-    return _resolve(traced.captures, {}, torch.device("cpu"))
+    return resolve(traced.captures, {}, torch.device("cpu"))
 
 
 def axes(sizes: dict[str, int], **extra: Any) -> dict[str, torch.Tensor]:
