@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import calls, repeat, tune
+from . import repeat, runs, tune
 from .calls import Backward
 from .errors import ShapeError, VariantError
 from .measured import Measured
+from .passes import backward_pass, forward_pass
 from .progress import Bars
 from .workers import Pool
 
@@ -55,11 +56,11 @@ def autotune(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, backward: bool 
         text, made, wanted, slots = kernel.tunable(q, k, v, call)
         if not made.q.numel() or not made.k.numel():
             raise ShapeError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: there is nothing to measure. Tune with tensors of the size that is used.")
-        passes = [measure(calls.forward_trial(text, made))]
+        passes = [measure(runs.trial(forward_pass(text, made)))]
         repeat.forget()
         if backward:
-            out, lse, _, low = calls.run_forward(text, made)
+            out, lse, _, low = runs.run_forward(text, made)
             given = Backward(torch.randn_like(out), None, out, low, lse, wanted, slots, kernel.is_deterministic())
-            passes.append(measure(calls.backward_trial(text, made, given)))
+            passes.append(measure(runs.trial(backward_pass(text, made, given))))
             repeat.forget()
     return TuneReport(tuple(passes))

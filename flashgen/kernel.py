@@ -21,7 +21,7 @@ from .form import Form, Traced
 from .language import dtype_name
 from .plan import Plan, size_class
 from .problem import Problem
-from .repeat import Repeat, signature
+from .repeat import Repeats
 from .score_bounds import static_bounds
 from .source import Binary
 from .target import Target
@@ -86,7 +86,7 @@ class Kernel:
         self._handles: dict[Any, str] = {}
         # Nothing that changes from call to call, and gradients for q, k and v alone: calls of known shapes can be repeated.
         self._plain = not (variant.inputs or variant.volatile or variant.sink) and not variant.plain.captures
-        self._repeats: dict[Any, Repeat] = {}
+        self._repeats = Repeats()
         if not variant.inputs:
             for max_scores in (False, True):  # made ahead, so that a traced call only looks them up
                 for layout in ("dense", "varlen"):
@@ -107,20 +107,17 @@ class Kernel:
         return_aux: True, or names of statistics -> ``(out, Aux)``.
         Raises ShapeError, DtypeError, DeviceError or VariantError before any launch.
         """
-        key = None
         plain = self._plain and seqlens_k is sink is inputs is seed is None and return_aux is False and layout == "bhld"
-        if plain and type(dropout_p) is float and not dropout_p:
-            key = signature(q, k, v)
-            repeat = self._repeats.get(key)
-            if repeat is not None and (found := repeat(q, k, v, self.deterministic)) is not None:
-                return found
+        plain = plain and type(dropout_p) is float and not dropout_p
+        if plain and (found := self._repeats(q, k, v, self.deterministic)) is not None:
+            return found
         if layout not in ("bhld", "blhd"):
             raise VariantError(f"layout={layout!r}: 'bhld' or 'blhd'.")
         wanted = checks.aux(return_aux)
         call, traced = self._dense(q, k, v, seqlens_k, sink, inputs, dropout_p, seed, layout=layout)
         out, lse, top = self._attend(call, traced, "dense", "max_scores" in wanted)
-        if key is not None:
-            self._remember(key, call, out)
+        if plain:
+            self._repeats.remember(q, k, v, self._handle(self.variant.plain.form.text, "dense", False, False), call, out)
         out = out.transpose(1, 2) if layout == "blhd" else out
         return (out, Aux(lse if "lse" in wanted else None, top if "max_scores" in wanted else None)) if wanted or return_aux != False else out  # noqa: E712
 
@@ -177,14 +174,7 @@ class Kernel:
     # ---- inside
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_repeats": {}}
-
-    def _remember(self, key: Any, call: Call, out: Tensor) -> None:
-        repeat = Repeat.of(self._handle(self.variant.plain.form.text, "dense", False, False), call, out)
-        if repeat is not None and call.k.shape == key[2] and call.v.shape == key[4]:
-            if len(self._repeats) >= calls.MAX_BOUND:
-                self._repeats.clear()
-            self._repeats[key] = repeat
+        return self.__dict__ | {"_repeats": Repeats()}
 
     def _traced(self, inputs: Mapping[str, Tensor]) -> Traced:
         variant = self.variant
@@ -376,16 +366,7 @@ def _with_dtypes_text(form: str, dtypes: tuple[str, ...]) -> str:
 
 def _dropping(call: Call, p: float, seed: int | None) -> Call:
     """The call with its dropout. The seed is a tensor on q's device, so that a captured graph draws anew at each replay."""
-    return call._replace(seed=seed_tensor(seed, call.q.device), dropout_p=float(p)) if p else call
-
-
-def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
-    """A 64-bit unsigned seed as the int64 of equal bits; None: drawn from torch's generator of the device. No synchronisation."""
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if seed >= 2**63:  # a range makes torch.compile read a symbolic integer that would not fit its int64
-        seed = range(seed, seed + 1)[0] - 2**64
-    return torch.full((1,), seed, dtype=torch.int64, device=device)
+    return call._replace(seed=calls.seed_tensor(seed, call.q.device), dropout_p=float(p)) if p else call
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

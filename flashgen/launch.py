@@ -1,43 +1,54 @@
-"""Launch: Executable -> a loaded function on one device; Bound, the arguments of one shape packed once.
+"""Launch: Executable -> a loaded function on one device.
 
-Example: ``load(executable, device).bind(arguments, sizes).start(addresses)``. Torch's current stream and allocator are used throughout; nothing
-synchronises. A later call of the same shape only patches the addresses.
+Example: ``load(executable, device).starter(sizes)(arguments, stream)`` gives the kernels to launch. The arguments are packed by ``bound``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from . import cache, families, tensor_map
+from . import cache, families
 from .errors import DeviceError, FlashgenError
 from .families import Sizes
 from .pipeline import Executable
-from .tensor_map import TENSOR_MAP_BYTES
 
 
 class Arguments:
-    """An argument struct in memory, filled anew for each launch; drivers and CPU kernels have read it when they return."""
+    """An argument struct in memory, never changed: threads may share it. Drivers and CPU kernels have read it when they return."""
 
-    __slots__ = ("_entries", "_view", "address", "packed", "table")
+    __slots__ = ("_entries", "_packed", "address", "table")
 
-    def __init__(self, template: bytes):
-        self.packed = bytearray(template)
-        self._view = (ctypes.c_char * len(template)).from_buffer(self.packed)
-        self.address = ctypes.addressof(self._view)
+    def __init__(self, packed: bytearray):
+        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
+        self.address = ctypes.addressof(self._packed)
         self._entries = (ctypes.c_void_p * 1)(self.address)
         self.table = ctypes.addressof(self._entries)  # what a driver takes: an array of addresses, one per parameter
 
 
-SCRATCH_ALIGNMENT = 256  # bytes
+class Launches(NamedTuple):
+    """The kernels of a pass with all their arguments: to be called in order, as often as one likes."""
 
-Starter = Callable[[Arguments], None]  # queues the kernels of a pass
+    calls: tuple[Callable[[], Any], ...]
+    arguments: Arguments  # keeps alive what they read
+
+
+class DeviceState(NamedTuple):
+    """What torch says of a device, asked by its shortest calls. A CPU has one stream, 0, and captures nothing."""
+
+    number: int
+    current: Callable[[], int]  # number of the current device
+    stream: Callable[[], int]  # the current one of this device
+    capturing: Callable[[], bool]  # whether the current stream of the current device is
+
+
+Starter = Callable[[Arguments, int], Launches]  # of a pass, on a stream
 
 
 @dataclass(frozen=True)
@@ -46,83 +57,17 @@ class Loaded:
 
     executable: Executable
     device: torch.device
+    state: DeviceState
     starter: Callable[[Sizes], Starter]
-
-    def bind(self, arguments: Mapping[str, Any], sizes: Sizes, scratch: Iterable[tuple[str, int]] = ()) -> Bound:
-        return Bound(self, arguments, sizes, scratch)
-
-
-class Bound:
-    """The arguments of one shape: everything but the addresses is packed.
-
-    scratch: pointers that the caller has no use for, with the bytes to allocate for each.
-    """
-
-    def __init__(self, loaded: Loaded, arguments: Mapping[str, Any], sizes: Sizes, scratch: Iterable[tuple[str, int]]):
-        executable = loaded.executable
-        self._device = loaded.device
-        fields = executable.params.fields
-        family = families.get(executable.plan.family)
-        maps = family.tensor_maps(executable.problem, executable.plan)
-        self._pointers = tuple(f.name for f in fields if f.code == "Q")
-        assert all(f.code == "Q" for f in fields[len(maps) :][: len(self._pointers)]), "tensor maps and then pointers come first in Params"
-        self._addresses = struct.Struct(f"<{len(self._pointers)}Q")
-        extras: dict[str, int | float | bytes] = {m.field: bytes(TENSOR_MAP_BYTES) for m in maps}
-        extras |= family.numbers(executable.problem, executable.plan, sizes)
-        self._template = executable.params.pack({**dict.fromkeys(self._pointers, 0), **extras, **arguments})
-        wanted = family.workspaces(executable.problem, executable.plan, sizes)
-        self._workspaces = [(w.field, w.elements, getattr(torch, w.dtype), w.kept) for w in wanted if w.zeroed]
-        self._scratch: list[tuple[str, int]] = []  # fields and offsets in one allocation
-        self._scratch_bytes = 0
-        for field, size in [(w.field, w.elements * getattr(torch, w.dtype).itemsize) for w in wanted if not w.zeroed] + list(scratch):
-            self._scratch.append((field, self._scratch_bytes))
-            self._scratch_bytes += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        self._encoders = [(m.tensor, tensor_map.encoder(m, executable.problem.dtype, arguments, sizes)) for m in maps]
-        self._start = loaded.starter(sizes)
-        self.clears = family.clears  # the rows of packed tensors that belong to no sequence
-        self._own = threading.local()  # each thread fills its own arguments: autograd calls from threads of its own
-
-    def start(self, addresses: dict[str, int]) -> None:
-        """Allocate workspaces through torch, enter the addresses and launch."""
-        held = []  # keeps the workspaces alive until the launch is queued; torch's allocator then reuses them in stream order
-        for field, elements, dtype, kept in self._workspaces:
-            tensor = _kept(elements, dtype, self._device) if kept else torch.zeros(elements, dtype=dtype, device=self._device)
-            addresses[field] = tensor.data_ptr()
-            held.append(tensor)
-        if self._scratch:
-            tensor = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
-            start = tensor.data_ptr()
-            for field, place in self._scratch:
-                addresses[field] = start + place
-        try:
-            arguments = self._own.arguments
-        except AttributeError:
-            arguments = self._own.arguments = Arguments(self._template)
-        packed, offset = arguments.packed, 0
-        for name, encode in self._encoders:
-            packed[offset : offset + TENSOR_MAP_BYTES] = encode(addresses[name])
-            offset += TENSOR_MAP_BYTES
-        self._addresses.pack_into(packed, offset, *[addresses[name] for name in self._pointers])
-        self._start(arguments)
-
-
-_kept_workspaces: dict[Any, torch.Tensor] = {}
-
-
-def _kept(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that every kernel leaves as zeros: one allocation per stream, whose kernels never overlap. A graph, replayed on any stream, gets its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(elements, dtype=dtype, device=device)
-    key = (elements, dtype, device, torch._C._cuda_getCurrentRawStream(device.index or 0))
-    found = _kept_workspaces.get(key)
-    if found is None:
-        found = _kept_workspaces[key] = torch.zeros(elements, dtype=dtype, device=device)
-    return found
 
 
 def load(executable: Executable, device: torch.device) -> Loaded:
-    starter = _load_cpu(executable) if device.type == "cpu" else _load_cuda(executable, device.index or 0)
-    return Loaded(executable, device, starter)
+    if device.type == "cpu":
+        return Loaded(executable, device, DeviceState(0, lambda: 0, lambda: 0, lambda: False), _load_cpu(executable))
+    index = device.index or 0
+    stream = partial(torch._C._cuda_getCurrentRawStream, index)
+    state = DeviceState(index, torch._C._cuda_getDevice, stream, torch._C._cuda_isCurrentStreamCapturing)
+    return Loaded(executable, device, state, _load_cuda(executable, index))
 
 
 def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
@@ -134,8 +79,8 @@ def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
     function = getattr(library, f"fg_{executable.problem.which}")
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
 
-    def start(arguments: Arguments) -> None:
-        code = function(arguments.address, torch.get_num_threads())
+    def run(address: int) -> None:
+        code = function(address, torch.get_num_threads())
         if code == 2:
             raise DeviceError("the system denies the AMX tile registers to this process: build without them, flashgen.compile(variant, plan={'amx': 0}).")
         if code:
@@ -143,7 +88,7 @@ def _load_cpu(executable: Executable) -> Callable[[Sizes], Starter]:
                 f"the CPU kernel ran out of memory (code {code}): its scratch is a few tiles per thread plus float32 copies of dq; use fewer threads."
             )
 
-    return lambda sizes: start
+    return lambda sizes: lambda arguments, stream: Launches((partial(run, arguments.address),), arguments)
 
 
 _modules: dict[tuple[str, int], int] = {}
@@ -187,14 +132,9 @@ def _load_cuda(executable: Executable, index: int) -> Callable[[Sizes], Starter]
                 (function(x.entry, x.smem_bytes), *x.grid, x.threads, 1, 1, x.smem_bytes) for x in family.launches(problem, plan, sizes) if 0 not in x.grid
             ]
 
-        def start(arguments: Arguments) -> None:
-            if torch._C._cuda_getDevice() != index:
-                with torch.cuda.device(index):
-                    return start(arguments)
-            stream, table = torch._C._cuda_getCurrentRawStream(index), arguments.table
-            for launch in launches:
-                driver.launchKernel(*launch, stream, table, 0)
+        def prepare(arguments: Arguments, stream: int) -> Launches:
+            return Launches(tuple([partial(driver.launchKernel, *launch, stream, arguments.table, 0) for launch in launches]), arguments)
 
-        return start
+        return prepare
 
     return starter

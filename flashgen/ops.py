@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import checks
-from .calls import Backward, Call, grad_dtype, keeps_low, output_like, parse_handle, run_backward, run_forward, statistics_of
+from .calls import Backward, Call, keeps_low, output_like, parse_handle, statistics_of
 from .errors import VariantError
+from .passes import grad_dtype
+from .runs import run_backward, run_forward
 
 _COMMON = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seqlens_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] captures, "

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .calls import seed_tensor
 from .capture import resolve
 from .form import Form, Traced
-from .kernel import seed_tensor
 from .language import BOOL, FLOATS, INT, LONG, SINGLE
 from .variant import Variant
 

@@ -1,27 +1,42 @@
 """Repeat: a plain call of shapes and strides that a kernel has taken before, straight to the launch.
 
-signature(q, k, v) -> key of a Kernel's memo; Repeat(q, k, v) -> out. Plain means: eager tensors, and a variant without captures, sink or inputs. Every
-check of such a call depends on what the signature holds, so a call seen before has passed them.
+Repeats(q, k, v) -> out, or None for a call that has to go the long way. Plain means: eager tensors, and a variant without captures, sink or inputs. Every
+check of such a call depends on what is compared here, so a call seen before has passed them.
+
+What runs at each call is written for the host's time: the backward runs on a thread of autograd's whose caches hold none of the objects that the forward
+has just used, where every further object costs about a tenth of a microsecond.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from . import calls, ops
-from .calls import Backward, Call, bound_backward, bound_forward, output_like, prepared
+from . import ops, runs
+from .calls import Backward, Call, output_like, prepared
+from .passes import Pass
 
 Maker = Callable[[Tensor], Tensor]
+
+_empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
+_ALL = (False, True, True, True)  # what needs a gradient, of the arguments of ``_Attention``
+
+
+def recognizer(*tensors: Tensor) -> Callable[..., bool]:
+    """A function of as many tensors: whether they have the same type, dtype, device, shape, strides and requires_grad, and torch would treat them alike: the
+    same bits (negated, batched, wrapped, without memory ...) and the same modes are set (autocast, inference, dispatch modes, transforms)."""
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def signature(q: Any, k: Any, v: Any) -> tuple | None:
     """What decides the checks and the arguments of a plain call; None where torch has to see the call (modes, transforms, a cast by autocast)."""
-    if torch.compiler.is_compiling() or type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return None
@@ -44,81 +59,140 @@ _generation = 0  # of what is remembered
 def forget() -> None:
     """Drop what calls remember of passes they loaded, so that the next call of each looks for a tuning record again."""
     global _generation
-    calls.forget()
+    runs.forget()
     _generation += 1
 
 
-class Repeat:
-    """One shape of a kernel: the packed arguments of its forward and of each kind of backward."""
+class Repeats:
+    """The calls that a kernel has taken, by signature; the latest one is recognized without."""
 
-    @staticmethod
-    def of(text: str, call: Call, out: Tensor) -> Repeat | None:
-        """The Repeat of a call that went well; None if its tensors were copied or start off 16 bytes."""
-        plain = prepared(call) is call and not any(t.data_ptr() % 16 or t.numel() == 0 for t in (call.q, call.k, call.v, out))
-        return Repeat(text, call, out) if plain else None
+    def __init__(self) -> None:
+        self._known: dict[Any, Repeat] = {}
+        self._latest: tuple[Callable[..., bool], Repeat] | None = None
+
+    def __call__(self, q: Any, k: Any, v: Any, deterministic: bool | None) -> Tensor | None:
+        """The output, differentiable; None if the call has to go the long way."""
+        if is_compiling():
+            return None
+        latest = self._latest
+        if latest is not None and latest[0](q, k, v) and forward_ad._current_level < 0:
+            return latest[1](q, k, v, deterministic)
+        repeat = self._known.get(signature(q, k, v))
+        if repeat is None:
+            return None
+        # Autocast's dtype is not among what a recognizer compares.
+        self._latest = None if torch._C._is_any_autocast_enabled() else (recognizer(q, k, v), repeat)
+        return repeat(q, k, v, deterministic)
+
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, text: str, call: Call, out: Tensor) -> None:
+        """A call that went well, of the kernel called ``text``."""
+        key = None if is_compiling() else signature(q, k, v)
+        plain = key is not None and prepared(call) is call and call.k.shape == k.shape and call.v.shape == v.shape
+        if plain and not any(t.data_ptr() % 16 or t.numel() == 0 for t in (call.q, call.k, call.v, out)):
+            if len(self._known) >= runs.MAX_BOUND:
+                self._known.clear()
+            self._known[key], self._latest = Repeat(text, call, out), None
+
+
+class Repeat:
+    """One shape of a kernel: its forward, and its backward for either answer to whether that is deterministic."""
 
     def __init__(self, text: str, call: Call, out: Tensor):
-        self._text, self._numbers, self._generation = text, call[3:], _generation
+        self._generation = _generation
         # Statistics are made like this one, which has their shape and dtype and no memory of its own.
         self._lse = torch.empty((), dtype=torch.float64 if out.dtype == torch.float64 else torch.float32, device=out.device).expand(out.shape[:3])
         self._make_out = _maker(call.q, out)
-        tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out}
-        self._forward = bound_forward(text, call, tensors, torch.empty_like(self._lse), aligned=True)
-        self._backward: dict[Any, tuple[Any, list[Maker | None]]] = {}
+        lse = torch.empty_like(self._lse)
+        bound = runs.bind(Pass(text, call, {"q": call.q, "k": call.k, "v": call.v, "out": out}, lse, {"lse": lse}))
+        assert bound.given == ("q", "k", "v", "out", "lse")
+        self._launch = bound.launch
+        self._backwards = tuple([Backwards(self, text, call[3:], deterministic) for deterministic in (False, True)])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None) -> Tensor | None:
         """The output, differentiable; None if these tensors need the long way after all."""
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (addresses[0] | addresses[1] | addresses[2]) % 16 or 0 in addresses or self._generation != _generation:
             return None
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            return None
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Attention.apply(self, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic, q, k, v)
+        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _attend(self._backwards[torch._C._get_deterministic_algorithms() if deterministic is None else deterministic], q, k, v)
         return self.run(q, k, v)[0]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self._make_out(q), torch.empty_like(self._lse)
-        self._forward.start(
-            {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "out": out.data_ptr(), "lse": lse.data_ptr(), "max_scores": 0, "out_low": 0}
-        )
-        return out, lse
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """The output, its statistics, and the addresses of q, k, v and these."""
+        out, lse = self._make_out(q), _empty_like(self._lse)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
+        self._launch(*addresses)
+        return out, lse, addresses
 
-    def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, wanted: tuple[bool, ...], deterministic: bool
-    ) -> list[Tensor | None]:
-        """dq, dk and dv, None where not wanted."""
-        if not torch.compiler.is_compiling():
-            ops.refuse_transforms([dout])
-        addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "out": out.data_ptr(), "dout": dout.data_ptr()}
-        bits = addresses["q"] | addresses["k"] | addresses["v"] | addresses["out"] | addresses["dout"]
-        plain = dout.stride(-1) == out.stride(-1) == lse.stride(-1) == 1 and addresses["dout"] and not any(t.is_neg() for t in (q, k, v, out, lse, dout))
-        if bits % 16 or not plain or not ops.direct(dout):
-            given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], deterministic)
-            dq, dk, dv, *_ = ops.backward(self._text, Call(q, k, v, *self._numbers), given)
-            return [g if w else None for g, w in zip((dq, dk, dv), wanted)]
-        # Hooks on saved tensors may hand back other strides than they were given.
-        key = (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), dout.stride(), wanted, deterministic)
-        known = self._backward.get(key)
-        if known is None:
-            known = self._backward[key] = self._bind_backward(q, k, v, out, lse, dout, wanted, deterministic)
-        bound, makers = known
-        gradients = [make and make(t) for make, t in zip(makers, (q, k, v))]
-        for name, gradient in zip(("dq", "dk", "dv"), gradients):
-            if gradient is not None:
-                addresses[name] = gradient.data_ptr()
-        addresses["lse"], addresses["out_low"] = lse.data_ptr(), 0
-        bound.start(addresses)
-        return gradients
 
-    def _bind_backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, wanted: tuple[bool, ...], deterministic: bool
-    ) -> tuple[Any, list[Maker | None]]:
-        gradients = [output_like(t, t.shape[-1], t.dtype) for t in (q, k, v)]
-        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout} | {n: t for n, t, w in zip(("dq", "dk", "dv"), gradients, wanted) if w}
-        given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], deterministic)
-        bound = bound_backward(self._text, Call(q, k, v, *self._numbers), given, tensors, aligned=True, own_delta=True)
-        return bound, [_maker(t, gradient) if w else None for t, gradient, w in zip((q, k, v), gradients, wanted)]
+class _Layout(NamedTuple):
+    """The backward of one set of strides and of gradients wanted: its launch, and what makes the gradients."""
+
+    launch: Callable[..., None]
+    makers: list[Maker | None]
+
+
+class Backwards:
+    """The backward of a Repeat, for each layout that gradients, or saved tensors that hooks have replaced, come in.
+
+    All give what autograd takes: gradients for each of the arguments of ``_Attention``.
+    """
+
+    def __init__(self, repeat: Repeat, text: str, numbers: tuple, deterministic: bool):
+        self.repeat, self._text, self._numbers, self._deterministic = repeat, text, numbers, deterministic
+        self._known: dict[Any, _Layout] = {}
+        # Of a backward of all three gradients, made by torch.empty_like, from the tensors of the forward: what recognizes dout, and the launch.
+        self._latest: tuple[Callable[..., bool], Callable[..., None]] | None = None
+
+    def __call__(self, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of a forward. ctx: that of ``_Attention``."""
+        q, k, v, out, lse = saved = ctx.saved_tensors
+        latest, needs = self._latest, ctx.needs_input_grad
+        if latest is not None and needs == _ALL and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
+            # What a hook hands back for a saved tensor is that tensor, or lies elsewhere.
+            addresses, at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), dout.data_ptr()
+            if addresses == ctx.addresses and at and not at % 16:
+                dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+                latest[1](*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
+                return None, dq, dk, dv
+        return self._repeated(*saved, dout=dout, needs=needs, addresses=ctx.addresses)
+
+    def _repeated(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, dout: Tensor, needs: tuple[bool, ...], addresses: tuple[int, ...]
+    ) -> tuple[Tensor | None, ...]:
+        ops.refuse_transforms([dout])
+        tensors, wanted = (q, k, v, out, lse, dout), needs[1:]
+        found = tuple([t.data_ptr() for t in tensors])
+        plain = dout.stride(-1) == out.stride(-1) == lse.stride(-1) == 1 and found[5] and not any(t.is_neg() for t in tensors)
+        if any(found[n] % 16 for n in (0, 1, 2, 3, 5)) or not plain or not ops.direct(dout):
+            gradients = self.computed((q, k, v, out, lse), dout, needs)[1:]
+        else:
+            key = (*[t.stride() for t in tensors], wanted)
+            layout = self._known.get(key)
+            if layout is None:
+                layout = self._known[key] = self._bind(*tensors, wanted=wanted)
+            gradients = tuple([make and make(t) for make, t in zip(layout.makers, tensors)])
+            layout.launch(*found[:4], found[5], *[t.data_ptr() for t in gradients if t is not None], found[4])
+            if found[:5] == addresses and all(make is torch.empty_like for make in layout.makers):
+                self._latest = recognizer(dout), layout.launch
+        if _is_grad_enabled():  # create_graph=True
+            gradients = tuple([None if g is None else ops.Once.apply(g, dout, q, k, v) for g in gradients])
+        return None, *gradients
+
+    def computed(self, saved: tuple[Tensor, ...], dout: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients by the long way. saved: q, k, v, out and lse."""
+        q, k, v, out, lse = saved
+        given = Backward(dout, None, out, out.new_empty(0), lse, list(needs[1:]), [], self._deterministic)
+        gradients = ops.backward(self._text, Call(q, k, v, *self._numbers), given)
+        return None, *[g if w else None for g, w in zip(gradients, needs[1:])]
+
+    def _bind(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, wanted: tuple[bool, ...]) -> _Layout:
+        made = [output_like(t, t.shape[-1], t.dtype) for t in (q, k, v)]
+        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout} | {n: t for n, t, w in zip(("dq", "dk", "dv"), made, wanted) if w}
+        given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], self._deterministic)
+        bound = runs.bind(Pass(self._text, Call(q, k, v, *self._numbers), tensors, lse, {"lse": lse}, given=given))
+        assert bound.given == (*tensors, "lse")
+        return _Layout(bound.launch, [_maker(t, gradient) if w else None for t, gradient, w in zip((q, k, v), made, wanted)])
 
 
 def _maker(source: Tensor, example: Tensor) -> Maker:
@@ -131,19 +205,22 @@ def _maker(source: Tensor, example: Tensor) -> Maker:
 
 
 class _Attention(torch.autograd.Function):
-    """ops.Attention for a Repeat: (repeat, deterministic, q, k, v) -> out."""
+    """ops.Attention for a Repeat: (its backward, q, k, v) -> out."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: Repeat, deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = repeat.run(q, k, v)
+    def forward(ctx: Any, backwards: Backwards, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, ctx.addresses = backwards.repeat.run(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.repeat, ctx.deterministic = repeat, deterministic
+        ctx.backwards = backwards
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = ctx.repeat.differentiate(q, k, v, out, lse, dout, ctx.needs_input_grad[2:], ctx.deterministic)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            gradients = [None if g is None else ops.Once.apply(g, dout, q, k, v) for g in gradients]
-        return (None, None, *gradients)
+        backwards: Backwards = ctx.backwards
+        return backwards.computed(ctx.saved_tensors, dout, ctx.needs_input_grad) if is_compiling() else backwards(ctx, dout)
+
+
+# Function.apply without its detour for torch.func's transforms, under which no call is a plain one.
+_attend = super(torch.autograd.Function, _Attention).apply
+# What autograd's engine calls, without its detour to ``backward``, which stands for what compiled autograd traces.
+_Attention._backward_cls.apply = lambda ctx, dout: ctx.backwards(ctx, dout)  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import families, pipeline, records, settings
+from .bound import Bound
 from .errors import CompileError, FlashgenError
 from .families import Sizes
 from .form import Form
@@ -71,8 +72,8 @@ class Trial:
         return records.key(self.form, self.problem, self.target, self.family, self.forced)
 
     def runner(self, executable: Executable) -> Callable[[], None]:
-        bound = load(executable, self.device).bind(self.numbers, self.sizes)
-        return lambda: bound.start(dict(self.addresses))
+        bound = Bound(load(executable, self.device), self.numbers, self.sizes)
+        return lambda: bound.start(self.addresses)
 
 
 def candidate_rows(trial: Trial) -> list[Row]:

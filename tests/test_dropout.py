@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
-from flashgen import calls, ops
+from flashgen import ops, runs
 from flashgen.reference import reference
 
 SEED = 0x9234567890ABCDEF  # both halves differ, the highest bit is set
@@ -215,10 +215,10 @@ def test_another_probability_is_no_other_kernel():
     q, k, v = tensors(1, 2, 2, 20, 20, 16, torch.float32)
     kernel = fg.compile(fg.Variant(score=lambda s, b, h, q, k: s * 1.0625))
     kernel(q, k, v, dropout_p=0.1, seed=1)
-    built = len(calls._executables)
+    built = len(runs._executables)
     for p in (0.2, 0.3, 0.9):
         kernel(q, k, v, dropout_p=p, seed=1)
-    assert len(calls._executables) == built
+    assert len(runs._executables) == built
 
 
 def test_the_reference_follows_the_rule():

@@ -22,10 +22,10 @@ LAYERS = (
     {"analysis", "bounds", "score_bounds", "rewrite", "interval", "derivative", "ranges", "families", "plan", "traffic"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "records", "pipeline", "workers"},
-    {"launch", "tensor_map", "measured", "progress", "tune"},
+    {"launch", "bound", "workspaces", "tensor_map", "measured", "progress", "tune"},
     {
-        "reference", "calls", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures", "block_mask", "flex", "hf", "bench",
-        "generated", "info", "__init__", "__main__",
+        "reference", "calls", "passes", "runs", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures", "block_mask", "flex",
+        "hf", "bench", "generated", "info", "__init__", "__main__",
     },
 )  # fmt: skip
 LONG_LINES = 300  # a file above this is warned about: it probably does two jobs

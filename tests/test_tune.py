@@ -145,7 +145,7 @@ def test_calls_made_before_take_the_winner_too():
         records.append(records.key(form, problem, target, None, dict(kernel.forced)), {"winner": records.plan_entry(other)})
         flashgen.repeat.forget()
         torch.testing.assert_close(kernel(q, k, v), expected, atol=1e-5, rtol=1e-4)
-        assert {loaded.executable.plan for loaded in flashgen.calls._executables.values()} == {other}
+        assert {loaded.executable.plan for loaded in flashgen.runs._executables.values()} == {other}
         (measured,) = flashgen.autotune(kernel, q, k, v, backward=False, progress=False).passes
         assert len(measured.rows) == 5 and not any(r.verdict for r in measured.rows) and kernel.plan(q, k, v) == measured.winner
 

@@ -96,7 +96,7 @@ class Family:
     lacks: tuple[str, ...] = ()  # plan fields of a forward that only the families after it have: forcing one of them is asking for those
     raw_scores: Callable[[Problem, Plan], bool] = lambda problem, plan: False  # score() is given q . k and q - k, and leaves out gain(); see rewrite.py
     clocks: Callable[[Problem, Facts], Mapping[str, Any]] = lambda problem, facts: {}  # of a tile on each unit of an SM, sympy; the matrix units first
-    grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see calls.captured_sums
+    grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see passes.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers
     clears: bool = False  # packed: its kernels clear the rows that belong to no sequence; else the host does
 
