@@ -138,6 +138,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("cpu_causal_softcap_forward_float32", _causal_softcap, _problem("float32", 64), SERVER),
         Golden("cpu_causal_softcap_backward_float32", _causal_softcap, _problem("float32", 64, "backward"), SERVER),
         Golden("cpu_plain_forward_bfloat16_amx", Variant, _problem("bfloat16", 64), SERVER),
+        Golden("cpu_causal_softcap_forward_bfloat16_amx", _causal_softcap, _problem("bfloat16", 64, bounded=True, positive_gain=True), SERVER),
         Golden("cpu_window_alibi_forward_float32_avx2", _window_alibi, _problem("float32", 64, group=4, max_scores=True), DESKTOP),
         Golden("cpu_documents_sink_forward_float16_avx2", _documents_sink, _problem("float16", 128, sink=True), DESKTOP),
         Golden("cpu_learned_table_backward_float64", _learned_table, _problem("float64", 32, "backward", dlse=True), SERVER),

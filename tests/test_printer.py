@@ -262,3 +262,25 @@ def test_extreme_constants_are_literals_a_compiler_takes():
     assert real_literal(float("-inf"), "float") == "-fg::infinity<float>()" and real_literal(1e300, "float") == "fg::infinity<float>()"
     assert real_literal(float("nan"), "double") == "fg::not_a_number<double>()"
     assert real_literal(0.1, "float") == "0.1f" and real_literal(-0.0, "double") == "-0.0"
+
+
+def test_coarse_tanh_is_as_exact_as_it_says(tmp_path):
+    """For 16-bit inputs: the short polynomial up to NEAR_TANH, the quotient everywhere."""
+    (tmp_path / "tanh.cpp").write_text("""
+#define FG_COARSE 1
+#include "fg/math.h"
+#include <cmath>
+#include <cstdio>
+int main() {
+  double near = 0, all = 0;
+  for (float x = 1e-6f; x < 20; x *= 1.0001f) {
+    const double wanted = std::tanh((double)x);
+    if (x <= fg::NEAR_TANH) near = std::fmax(near, std::fabs(fg::tanh_near(-x) / -wanted - 1));
+    all = std::fmax(all, std::fabs(fg::tanh(x) / wanted - 1));
+  }
+  std::printf("%g %g %d", near, all, std::isnan(fg::tanh_near(NAN)) && std::isnan(fg::tanh(NAN)));
+}
+""")
+    subprocess.run(["g++", *FLAGS, "tanh.cpp", "-o", "tanh"], cwd=tmp_path, check=True)
+    near, everywhere, keeps_nan = subprocess.run(["./tanh"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
+    assert 0 < float(near) < 1.2e-6 and 0 < float(everywhere) < 2e-6 and keeps_nan == "1"
