@@ -79,10 +79,8 @@ BACKWARD = (
 def test_the_backward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
     generator = torch.Generator().manual_seed(1)
     (heads, kv_heads), (dim_qk, dim_v), (q_lens, k_lens) = case.heads, case.head_dim, lengths
-    q, k, v, dout = (
-        make(n, h, d, case.dtype, generator)
-        for n, h, d in ((q_lens, heads, dim_qk), (k_lens, kv_heads, dim_qk), (k_lens, kv_heads, dim_v), (q_lens, heads, dim_v))
-    )
+    sizes = ((q_lens, heads, dim_qk), (k_lens, kv_heads, dim_qk), (k_lens, kv_heads, dim_v), (q_lens, heads, dim_v))
+    q, k, v, dout = (make(n, h, d, case.dtype, generator) for n, h, d in sizes)
     cu_q, cu_k = offsets(q_lens), offsets(k_lens)
     out, lse, dlse = torch.full_like(dout, math.nan), torch.full(q.shape[:3], math.nan), torch.randn(q.shape[:3], generator=generator) * case.dlse
     wanted = {name: torch.full_like(t, math.nan, dtype=torch.double) for name, t in (("dq", q), ("dk", k), ("dv", v))}
