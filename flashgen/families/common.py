@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+SLOT_INTS = 8  # int32s of an fg::Slot
 CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
-from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -155,7 +155,7 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     found = [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
     if problem.layout == "varlen":
-        found.append(Workspace("slots", "int32", 2 * numbers(problem, plan, sizes)["slots_room"], zeroed=False))
+        found.append(Workspace("slots", "int32", SLOT_INTS * numbers(problem, plan, sizes)["slots_room"], zeroed=False))
     return found
 
 

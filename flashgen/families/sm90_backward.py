@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -200,7 +200,7 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     rows = tiles * sizes.heads * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
     if packed:
-        found += [Workspace(name.replace("_room", "_slots"), "int32", 2 * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
+        found += [Workspace(name.replace("_room", "_slots"), "int32", SLOT_INTS * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
     return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
 
 
