@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const Uniform u = uniform(p, lens, now.b, now.h);
     // Weights are powers of two of scores times this.
     const float multiplier = p.scale * (float)fg::LOG2E;
-    const fg::Dropout drops = dropout(p, now.b, now.h);
+    const fg::Dropout drops = fg::uniform(dropout(p, now.b, now.h));
     fg::OnlineSoftmax<int> rows;
     const unsigned queries = q_low + q_ring.slot * Q_SLOT;
 

@@ -219,10 +219,11 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int SCORES = SCORE_REGISTERS, OUTS = OUT_REGISTERS, WEIGHTS = SCORES / 2;  // registers of a thread
 constexpr int GROUP_BARRIER = 1;    // named barriers: one for each consumer warpgroup
-struct Piece { int b, h, q_first, tile, q_start; Lens lens; };  // what a block works on, down from `tile` of the keys; tile < 0: none is seen; b < 0: no more work
+struct Piece { int b, h, q_first, tile, q_start, k_start; Lens lens; };  // what a block works on, down from `tile` of the keys; tile < 0: none is seen; b < 0: no more work
 __device__ __forceinline__ Lens read_lens(const Piece& x) { return Lens{fg::shared_int(x.lens.q_len), fg::shared_int(x.lens.kv_len)}; }
 __device__ __forceinline__ Piece read_piece(const Piece& x) {
-  return Piece{fg::shared_int(x.b), fg::shared_int(x.h), fg::shared_int(x.q_first), fg::shared_int(x.tile), fg::shared_int(x.q_start), read_lens(x)};
+  const int b = fg::shared_int(x.b), h = fg::shared_int(x.h), q_first = fg::shared_int(x.q_first), tile = fg::shared_int(x.tile);
+  return Piece{b, h, q_first, tile, fg::shared_int(x.q_start), fg::shared_int(x.k_start), read_lens(x)};
 }
 
 // Tiles are described as tile << KIND_BITS | kinds, where bits 2 g, 2 g + 1 are the class under the mask of warpgroup g's rows.
@@ -405,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
       int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
       if (lane == 0) {
-        smem.work[q_ring.slot] = Piece{b, h, q_first, next, rows.first, lens};
+        smem.work[q_ring.slot] = Piece{b, h, q_first, next, rows.first, keys.first, lens};
         fg::barrier_arrive(smem.q_full[q_ring.slot]);
       }
       q_ring.advance();

@@ -480,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
 
     fg::KeptTransposed<SCORES> kept;
-    fg::draw(kept, dropout(p, b, kv_head * GROUP + head_of(described)), own_k, own_q);
+    fg::draw(kept, fg::uniform(dropout(p, b, kv_head * GROUP + head_of(described))), own_k, own_q);
 
     auto exponentiate = [&]() {
 #pragma unroll
@@ -696,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
   }
 #pragma unroll
   for (int i = 0; i < DQ_SUMS; ++i) dq[i] = 0.0f;
-  const fg::Dropout drops = dropout(p, b, h);
+  const fg::Dropout drops = fg::uniform(dropout(p, b, h));
   unsigned gradients[DQ_SCORES / 2];
   fg::Ring<DQ_STAGES> ring, before;  // of the tile whose scores are computed, and of the one whose dS is at hand
   fg::Ring<1> v_ring;
