@@ -319,8 +319,8 @@ class Kernel:
         if q is None:
             return (Shape(1, 16, 16 // problem.group, DEFAULT_LENGTH, DEFAULT_LENGTH),)
         if problem.layout == "varlen":
-            lengths = [call[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
-            return Shape.of_packed(lengths[0], lengths[1], q.shape[1], k.shape[1]) or (Shape(0, q.shape[1], k.shape[1], 0, 0),)
+            q_lens, k_lens = (call[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+            return Shape.of_packed(q_lens, k_lens, q.shape[1], k.shape[1]) or (Shape(0, q.shape[1], k.shape[1], 0, 0),)
         q, k = (t.transpose(1, 2) if call.get("layout") == "blhd" else t for t in (q, k))
         packed = q.shape[1] // k.shape[1] if k.shape[1] and problem.group == 1 else 1  # a decoding step's heads as rows
         return (Shape(q.shape[0], q.shape[1] // packed, k.shape[1], q.shape[2] * packed, k.shape[2]),)

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import DeviceError, VariantError
+from .errors import DeviceError, ShapeError, VariantError
 from .families import Sizes, TensorMap
 
 TENSOR_MAP_BYTES = 128
@@ -27,7 +27,7 @@ def encoder(wanted: TensorMap, dtype: str, arguments: Mapping[str, Any], sizes: 
 
     Packed sequences: (columns, PACKED_ROWS, heads, start, 1), where row and start are both counted in rows, and the last dimension takes PACKED_ROWS of
     them back by the 64-bit overflow of addresses, so that the bound on the second one is the end of a sequence (see fg/sm90/ptx.cuh).
-    Raises VariantError when the rows of a tensor are one row.
+    Raises VariantError when the rows of a tensor are one row, ShapeError when packed rows are more than PACKED_ROWS.
     """
     length, heads = (sizes.total_q, sizes.heads) if wanted.tensor in ("q", "out", "dout", "dq") else (sizes.total_k, sizes.kv_heads)
     counts, strides = [wanted.columns], []
@@ -40,6 +40,8 @@ def encoder(wanted: TensorMap, dtype: str, arguments: Mapping[str, Any], sizes: 
     if 0 in counts:
         return lambda address: bytes(TENSOR_MAP_BYTES)  # no element, no load
     if wanted.packed:
+        if length > PACKED_ROWS:
+            raise ShapeError(f"{wanted.tensor} packs {length} rows: the limit is 2^30 on sm90. Split the batch, or pass family='sm80'.")
         counts = [wanted.columns, PACKED_ROWS, counts[2], PACKED_MOST, PACKED_MOST]
         strides = [strides[0], strides[1], strides[0], PACKED_WRAP - strides[0]]
     from cuda.bindings import driver

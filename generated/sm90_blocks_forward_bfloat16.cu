@@ -321,8 +321,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       while (n < p.pieces) {
         const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
         const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
-        const Item at = item(p, b);
-        const int kv_len = at.lens.kv_len;
+        const Lens lens = item(p, b).lens;
+        const int kv_len = lens.kv_len;
         auto tell = [&](int described) {
           fg::barrier_wait(smem.found_empty[ring.slot], ring.parity ^ 1);
           if (lane == 0) {
@@ -331,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           }
           ring.advance();
         };
-        const Uniform u = uniform(p, at.lens, b, h);
-        const int q_last = min(q_first + BLOCK_Q, at.lens.q_len) - 1;
+        const Uniform u = uniform(p, lens, b, h);
+        const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
         const fg::Range seen = kv_range(p, u, q_first, q_last);
         const int first = seen.begin / BLOCK_KV;
         if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done

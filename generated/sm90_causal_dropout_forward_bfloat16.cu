@@ -301,10 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     while (n < p.pieces) {
       const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
       const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
-      const Item at = item(p, b);
-      const int kv_len = at.lens.kv_len;
-      const Uniform u = uniform(p, at.lens, b, h);
-      const int q_last = min(q_first + BLOCK_Q, at.lens.q_len) - 1;
+      const Lens lens = item(p, b).lens;
+      const int kv_len = lens.kv_len;
+      const Uniform u = uniform(p, lens, b, h);
+      const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
       const fg::Range seen = kv_range(p, u, q_first, q_last);
       const int first = seen.begin / BLOCK_KV;
       const int last = (seen.end + BLOCK_KV - 1) / BLOCK_KV - 1;
@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const Uniform u = uniform(p, lens, now.b, now.h);
     // Weights are powers of two of scores times this.
     const float multiplier = p.scale * (float)fg::LOG2E;
-    const fg::Dropout drops = dropout(p, now.b, now.h);
+    const fg::Dropout drops = fg::uniform(dropout(p, now.b, now.h));
     fg::OnlineSoftmax<int> rows;
     const unsigned queries = q_low + q_ring.slot * Q_SLOT;
 

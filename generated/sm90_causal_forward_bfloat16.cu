@@ -292,10 +292,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     while (n < p.pieces) {
       const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
       const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
-      const Item at = item(p, b);
-      const int kv_len = at.lens.kv_len;
-      const Uniform u = uniform(p, at.lens, b, h);
-      const int q_last = min(q_first + BLOCK_Q, at.lens.q_len) - 1;
+      const Lens lens = item(p, b).lens;
+      const int kv_len = lens.kv_len;
+      const Uniform u = uniform(p, lens, b, h);
+      const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
       const fg::Range seen = kv_range(p, u, q_first, q_last);
       const int first = seen.begin / BLOCK_KV;
       const int last = (seen.end + BLOCK_KV - 1) / BLOCK_KV - 1;

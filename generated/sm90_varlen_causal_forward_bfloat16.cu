@@ -37,8 +37,8 @@ constexpr int STORE_REGISTERS = 0;
 
 #include "fg/math.cuh"
 #include "fg/sm90/layout.cuh"
-#include "fg/sm90/packed.cuh"
 #include "fg/sm90/ptx.cuh"
+#include "fg/sm90/packed.cuh"
 #include "fg/sm90/schedule.cuh"
 #include "fg/sm90/softmax.cuh"
 
@@ -219,10 +219,11 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int SCORES = SCORE_REGISTERS, OUTS = OUT_REGISTERS, WEIGHTS = SCORES / 2;  // registers of a thread
 constexpr int GROUP_BARRIER = 1;    // named barriers: one for each consumer warpgroup
-struct Piece { int b, h, q_first, tile, q_start; Lens lens; };  // what a block works on, down from `tile` of the keys; tile < 0: none is seen; b < 0: no more work
+struct Piece { int b, h, q_first, tile, q_start, k_start; Lens lens; };  // what a block works on, down from `tile` of the keys; tile < 0: none is seen; b < 0: no more work
 __device__ __forceinline__ Lens read_lens(const Piece& x) { return Lens{fg::shared_int(x.lens.q_len), fg::shared_int(x.lens.kv_len)}; }
 __device__ __forceinline__ Piece read_piece(const Piece& x) {
-  return Piece{fg::shared_int(x.b), fg::shared_int(x.h), fg::shared_int(x.q_first), fg::shared_int(x.tile), fg::shared_int(x.q_start), read_lens(x)};
+  const int b = fg::shared_int(x.b), h = fg::shared_int(x.h), q_first = fg::shared_int(x.q_first), tile = fg::shared_int(x.tile);
+  return Piece{b, h, q_first, tile, fg::shared_int(x.q_start), fg::shared_int(x.k_start), read_lens(x)};
 }
 
 // Tiles are described as tile << KIND_BITS | kinds, where bits 2 g, 2 g + 1 are the class under the mask of warpgroup g's rows.
@@ -270,10 +271,16 @@ template <class Store> __device__ __forceinline__ void repair_row(const Params& 
     if (i * 32 + lane < HEAD_DIM_V) store(i * 32 + lane, out[i] * factor);
 }
 
+// Where a sequence lies, as the lists of tiles hold it.
+FG_FN fg::Packed packed_at(const Item& x) {
+  const fg::Rows rows{(int)x.q_start, x.lens.q_len}, keys{(int)x.k_start, x.lens.kv_len};
+  return fg::Packed{rows, keys};
+}
+
 // Block 0 lists the tiles of query rows; the others clear the rows that belong to no sequence.
 extern "C" __global__ void __launch_bounds__(1024, 1) forward_prepare(const __grid_constant__ Params p) {
   if (blockIdx.x == 0) {
-    fg::list_tiles(p.slots, p.slots_room, p.batch, [&](int b) { return (item(p, b).lens.q_len + BLOCK_Q - 1) / BLOCK_Q; }, [&](int b) { return item(p, b).lens.kv_len; });
+    fg::list_tiles<BLOCK_Q, false>(p.slots, p.slots_room, p.batch, [&](int b) { return packed_at(item(p, b)); });
     return;
   }
   const int end = fg::clamp_index(p.cu_seqlens_q[p.batch], p.total_q + 1), block = blockIdx.x - 1, blocks = gridDim.x - 1;
@@ -315,14 +322,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       const fg::Slot slot = p.slots[n / p.heads];
       const int b = slot.sequence;
       if (b < 0) break;
-      const Item at = item(p, b);
-      const int kv_len = at.lens.kv_len;
+      const fg::Rows rows = slot.at.rows, keys = slot.at.keys;
+      const Lens lens{rows.count, keys.count};
+      const int kv_len = lens.kv_len;
       const int section = fg::heads_together(SECTION_BYTES, 2ll * kv_len * (DIM_QK + DIM_V) / GROUP, p.heads);
-      const fg::Work work = fg::nth_longest(n - slot.first * p.heads, (at.lens.q_len + BLOCK_Q - 1) / BLOCK_Q, p.heads, section);
-      const int h = work.head, q_first = work.tile * BLOCK_Q, q_start = (int)at.q_start;
-      const fg::Rows rows{q_start, at.lens.q_len}, keys{(int)at.k_start, kv_len};
-      const Uniform u = uniform(p, at.lens, b, h);
-      const int q_last = min(q_first + BLOCK_Q, at.lens.q_len) - 1;
+      const fg::Work work = fg::nth_longest(n - slot.first * p.heads, (rows.count + BLOCK_Q - 1) / BLOCK_Q, p.heads, section);
+      const int h = work.head, q_first = work.tile * BLOCK_Q;
+      const Uniform u = uniform(p, lens, b, h);
+      const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
       const fg::Range seen = kv_range(p, u, q_first, q_last);
       const int first = seen.begin / BLOCK_KV;
       const int last = (seen.end + BLOCK_KV - 1) / BLOCK_KV - 1;
@@ -399,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
       int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
       if (lane == 0) {
-        smem.work[q_ring.slot] = Piece{b, h, q_first, next, q_start, at.lens};
+        smem.work[q_ring.slot] = Piece{b, h, q_first, next, rows.first, keys.first, lens};
         fg::barrier_arrive(smem.q_full[q_ring.slot]);
       }
       q_ring.advance();

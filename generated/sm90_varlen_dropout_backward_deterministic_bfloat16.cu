@@ -39,8 +39,8 @@ constexpr int WIDE = 0;
 #include "fg/math.cuh"
 #include "fg/sm90/backward.cuh"
 #include "fg/sm90/layout.cuh"
-#include "fg/sm90/packed.cuh"
 #include "fg/sm90/ptx.cuh"
+#include "fg/sm90/packed.cuh"
 #include "fg/sm90/dropout.cuh"
 #include "fg/sm90/rows.cuh"
 #include "fg/sm90/schedule.cuh"
@@ -256,13 +256,18 @@ FG_FN float log2_sum(float lse) { return lse == -fg::infinity<float>() ? fg::inf
 // Which of the tiles of all rows and heads one is; a sequence's first one leaves room for one that each sequence before it fills partly.
 FG_FN int first_tile_of(int q_start, int b) { return q_start / BLOCK_Q + b; }
 FG_FN long long row_tile(const Params& p, int first_tile, int h, int tile) { return (long long)(first_tile + tile) * p.heads + h; }
+// Where a sequence lies, as the lists of tiles hold it.
+FG_FN fg::Packed packed_at(const Item& x) {
+  const fg::Rows rows{(int)x.q_start, x.lens.q_len}, keys{(int)x.k_start, x.lens.kv_len};
+  return fg::Packed{rows, keys};
+}
+
 // Blocks 0, 1 and 2 list the tiles of rows, of keys and of the rows of backward_dq, the costly ones first; the others clear what belongs to no sequence.
 extern "C" __global__ void __launch_bounds__(1024, 1) backward_list(const __grid_constant__ Params p) {
-  auto rows = [&](int b) { return item(p, b).lens.q_len; };
-  auto keys = [&](int b) { return item(p, b).lens.kv_len; };
-  if (blockIdx.x == 0) fg::list_tiles(p.row_slots, p.row_room, p.batch, [&](int b) { return (rows(b) + BLOCK_Q - 1) / BLOCK_Q; }, keys);
-  if (blockIdx.x == 1) fg::list_tiles(p.key_slots, p.key_room, p.batch, [&](int b) { return (keys(b) + BLOCK_KV - 1) / BLOCK_KV; }, rows);
-  if (blockIdx.x == 2) fg::list_tiles(p.dq_slots, p.dq_room, p.batch, [&](int b) { return (rows(b) + DQ_BLOCK_Q - 1) / DQ_BLOCK_Q; }, keys);
+  auto at = [&](int b) { return packed_at(item(p, b)); };
+  if (blockIdx.x == 0) fg::list_tiles<BLOCK_Q, false>(p.row_slots, p.row_room, p.batch, at);
+  if (blockIdx.x == 1) fg::list_tiles<BLOCK_KV, true>(p.key_slots, p.key_room, p.batch, at);
+  if (blockIdx.x == 2) fg::list_tiles<DQ_BLOCK_Q, false>(p.dq_slots, p.dq_room, p.batch, at);
   if (blockIdx.x < 3) return;
   const int block = blockIdx.x - 3, blocks = gridDim.x - 3;
   const int q_end = fg::clamp_index(p.cu_seqlens_q[p.batch], p.total_q + 1), k_end = fg::clamp_index(p.cu_seqlens_k[p.batch], p.total_k + 1);
@@ -279,8 +284,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
   const fg::Slot slot = p.row_slots[blockIdx.x / p.heads];
   if (slot.sequence < 0) return;
   const int tile = blockIdx.x / p.heads - slot.first, b = slot.sequence, h = blockIdx.x % p.heads;
-  const fg::Range rows = fg::sequence(p.cu_seqlens_q, b, p.total_q);
-  const int q_start = rows.begin, q_len = rows.end - rows.begin, first_tile = first_tile_of(q_start, b);
+  const int q_start = slot.at.rows.first, q_len = slot.at.rows.count, first_tile = first_tile_of(q_start, b);
   const T* const out = FG_ROWS(out, b, h, q_start);
   const T* const dout = FG_ROWS(dout, b, h, q_start);
   float* const statistics = p.statistics + row_tile(p, first_tile, h, tile) * (2 * BLOCK_Q);
@@ -352,9 +356,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   const fg::Slot slot = p.key_slots[blockIdx.x / p.kv_heads];
   const int b = slot.sequence;
   if (b < 0) return;
-  const Item at = item(p, b);
-  const Lens lens = at.lens;
-  const fg::Rows rows{(int)at.q_start, lens.q_len}, keys{(int)at.k_start, lens.kv_len};
+  const fg::Rows rows = slot.at.rows, keys = slot.at.keys;
+  const Lens lens{rows.count, keys.count};
   const int first_tile = first_tile_of(rows.first, b), kv_tiles = (lens.kv_len + BLOCK_KV - 1) / BLOCK_KV;
   const int section = fg::heads_together(SECTION_BYTES, (long long)GROUP * lens.q_len * (2 * (DIM_QK + DIM_V) + 4 * DIM_QK * DQ_SUMMED), p.kv_heads);
   const fg::Work work = fg::nth_longest(blockIdx.x - slot.first * p.kv_heads, kv_tiles, p.kv_heads, section);
@@ -477,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
 
     fg::KeptTransposed<SCORES> kept;
-    fg::draw(kept, dropout(p, b, kv_head * GROUP + head_of(described)), own_k, own_q);
+    fg::draw(kept, fg::uniform(dropout(p, b, kv_head * GROUP + head_of(described))), own_k, own_q);
 
     auto exponentiate = [&]() {
 #pragma unroll
@@ -613,9 +616,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
   const fg::Slot slot = p.dq_slots[blockIdx.x / p.heads];
   const int b = slot.sequence;
   if (b < 0) return;
-  const Item at = item(p, b);
-  const Lens lens = at.lens;
-  const fg::Rows rows{(int)at.q_start, lens.q_len}, keys{(int)at.k_start, lens.kv_len};
+  const fg::Rows rows = slot.at.rows, keys = slot.at.keys;
+  const Lens lens{rows.count, keys.count};
   const int first_tile = first_tile_of(rows.first, b), q_tiles = (lens.q_len + BLOCK_Q - 1) / BLOCK_Q;
   const int section = fg::heads_together(SECTION_BYTES, 2ll * lens.kv_len * (DIM_QK + DIM_V) / GROUP, p.heads);
   const fg::Work work = fg::nth_longest(blockIdx.x - slot.first * p.heads, (lens.q_len + DQ_BLOCK_Q - 1) / DQ_BLOCK_Q, p.heads, section);
@@ -694,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) backward_dq(const __grid_co
   }
 #pragma unroll
   for (int i = 0; i < DQ_SUMS; ++i) dq[i] = 0.0f;
-  const fg::Dropout drops = dropout(p, b, h);
+  const fg::Dropout drops = fg::uniform(dropout(p, b, h));
   unsigned gradients[DQ_SCORES / 2];
   fg::Ring<DQ_STAGES> ring, before;  // of the tile whose scores are computed, and of the one whose dS is at hand
   fg::Ring<1> v_ring;

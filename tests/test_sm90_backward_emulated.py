@@ -102,7 +102,7 @@ CASES = (
     Case("wide, no key", CAUSAL, (256, 256), lengths=(5, 0)),
     Case("dropout", CAUSAL, heads=(4, 2), lengths=(150, 150), dropout_p=0.3),
     Case("dropout, soft-cap, 128", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), lengths=(140, 140), dropout_p=0.3),
-    Case("dropout, table", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150), dropout_p=0.3),
+    Case("dropout, learned table", flashgen.Variant(score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150), dropout_p=0.3),
     Case("deterministic dropout, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True, dropout_p=0.3),
     Case("wide dropout, soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (256, 256), lengths=(140, 140), dropout_p=0.3),
     Case("wide dropout", CAUSAL, (192, 192), lengths=(140, 140), dropout_p=0.3),

@@ -17,12 +17,14 @@ from flashgen.reference import reference
 
 SKEWED = ((300, 1, 0, 40, 129, 3), (300, 130, 7, 40, 0, 5))  # rows and keys of each sequence
 MANY = (tuple(n % 3 for n in range(60)), tuple(n % 4 for n in range(60)))
+SEARCHED = flashgen.Variant(mask=flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4)))
 CASES = (
     (Case("full, 128", head_dim=(128, 128), heads=(2, 1)), SKEWED),
     (Case("causal, stored by TMA", CAUSAL, heads=(4, 2)), SKEWED),
     (Case("causal, stored from registers", CAUSAL, plan={"store_registers": 1}), SKEWED),
     (Case("window, 256", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), (256, 256)), SKEWED),
     (Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 2), max_scores=True), SKEWED),
+    (Case("first keys and a window: tiles are searched", SEARCHED, heads=(2, 1)), SKEWED),
     (Case("many short ones", CAUSAL, (16, 16), heads=(2, 2)), MANY),
 )
 SPARE = 5  # rows after the last sequence
@@ -70,6 +72,7 @@ BACKWARD = (
     (backward.Case("deterministic soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), deterministic=True), SKEWED),
     (backward.Case("wide", CAUSAL, (256, 256), heads=(2, 1)), SKEWED),
     (backward.Case("only dq", CAUSAL, wanted=("dq",)), SKEWED),
+    (backward.Case("first keys and a window", SEARCHED, heads=(2, 1), deterministic=True), SKEWED),
     (backward.Case("many short ones", CAUSAL, (16, 16), heads=(2, 2)), MANY),
 )
 
@@ -79,10 +82,8 @@ BACKWARD = (
 def test_the_backward_keeps_sequences_apart(case, lengths, poisoned, tmp_path):
     generator = torch.Generator().manual_seed(1)
     (heads, kv_heads), (dim_qk, dim_v), (q_lens, k_lens) = case.heads, case.head_dim, lengths
-    q, k, v, dout = (
-        make(n, h, d, case.dtype, generator)
-        for n, h, d in ((q_lens, heads, dim_qk), (k_lens, kv_heads, dim_qk), (k_lens, kv_heads, dim_v), (q_lens, heads, dim_v))
-    )
+    sizes = ((q_lens, heads, dim_qk), (k_lens, kv_heads, dim_qk), (k_lens, kv_heads, dim_v), (q_lens, heads, dim_v))
+    q, k, v, dout = (make(n, h, d, case.dtype, generator) for n, h, d in sizes)
     cu_q, cu_k = offsets(q_lens), offsets(k_lens)
     out, lse, dlse = torch.full_like(dout, math.nan), torch.full(q.shape[:3], math.nan), torch.randn(q.shape[:3], generator=generator) * case.dlse
     wanted = {name: torch.full_like(t, math.nan, dtype=torch.double) for name, t in (("dq", q), ("dk", k), ("dv", v))}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+SLOT_INTS = 8  # int32s of an fg::Slot
 CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
 
 
@@ -14,9 +15,14 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def most_tiles(rows: int, sequences: int, tile: int) -> int:
-    """The most tiles that packed sequences can have, each sequence its own: none is emptier than one row."""
-    return min((rows + sequences * (tile - 1)) // tile, rows)
+def most_tiles(rows: int, sequences: int, tile: int, heads: int) -> int:
+    """The most tiles that packed sequences can have, each sequence its own: none holds less than a row. Raises ShapeError beyond int32."""
+    from ..errors import ShapeError
+
+    found = min((rows + sequences * (tile - 1)) // tile, rows)
+    if found * heads >= 2**31:
+        raise ShapeError(f"{sequences} packed sequences in {rows} rows of {heads} heads: {found * heads} tiles, the limit is 2^31 - 1. Split the batch.")
+    return found
 
 
 def block_columns(dim: int) -> int:

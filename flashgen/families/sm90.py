@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
-from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -145,7 +145,7 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
     Of packed sequences only the most that there can be are known; sections are as long as each sequence lets them be.
     """
     if problem.layout == "varlen":
-        room = most_tiles(sizes.total_q, sizes.batch, plan.block_q)
+        room = most_tiles(sizes.total_q, sizes.batch, plan.block_q, sizes.heads)
         return {"slots_room": room, "pieces": room * sizes.heads}
     q_tiles, heads = ceil_div(sizes.q_len, plan.block_q), sizes.batch * sizes.heads
     bytes_per_head = max(2 * sizes.kv_len * (plan.dim_qk + plan.dim_v) // problem.group, 1)
@@ -155,7 +155,7 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     found = [Workspace("counter", "int32", 2, zeroed=True, kept=True)]
     if problem.layout == "varlen":
-        found.append(Workspace("slots", "int32", 2 * most_tiles(sizes.total_q, sizes.batch, plan.block_q), zeroed=False))
+        found.append(Workspace("slots", "int32", SLOT_INTS * numbers(problem, plan, sizes)["slots_room"], zeroed=False))
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import CLEARING_BLOCKS, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -185,19 +185,22 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
 def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """The most tiles that packed sequences can have, of rows, of keys and of the rows of backward_dq."""
     return {
-        "row": most_tiles(sizes.total_q, sizes.batch, plan.block_q), "key": most_tiles(sizes.total_k, sizes.batch, plan.block_kv),
-        "dq": most_tiles(sizes.total_q, sizes.batch, plan.dq_block_q),
+        "row": most_tiles(sizes.total_q, sizes.batch, plan.block_q, sizes.heads),
+        "key": most_tiles(sizes.total_k, sizes.batch, plan.block_kv, sizes.kv_heads),
+        "dq": most_tiles(sizes.total_q, sizes.batch, plan.dq_block_q, sizes.heads),
     }  # fmt: skip
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
     packed = problem.layout == "varlen"
-    tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * ceil_div(sizes.q_len, plan.block_q)  # cut at their ends
+    tiles = sizes.batch * ceil_div(sizes.q_len, plan.block_q)
+    if packed:  # see row_tile of the template
+        tiles = sizes.total_q // plan.block_q + sizes.batch
     rows = tiles * sizes.heads * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
     if packed:
-        found += [Workspace(name.replace("_room", "_slots"), "int32", 2 * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
+        found += [Workspace(name.replace("_room", "_slots"), "int32", SLOT_INTS * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
     return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
 
 

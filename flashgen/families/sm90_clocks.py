@@ -73,11 +73,12 @@ def _backward(problem: Problem, facts: Facts) -> dict[str, Any]:
     summed = f["dq_summed"]
     dq = summed * (bkv / WGMMA_DEPTH * bq / WGMMA_ROWS * (32 * dqk + LEFT_BYTES) + 2 * bq * bkv)  # dS is written once
     staged = summed * f["dq_staged"] * 8 * bq * dqk  # written and read
+    drawn = DROPOUT_OPS * problem.dropout * (1 + f["wide"])  # of wide heads by each warpgroup
     return {
         "matrix": 2 * bq * bkv * (2 * dqk + 2 * dv + summed * dqk) / RATE,
         "shared-memory port": (groups * (scores + sums) + dq + staged + 2 * bq * (dqk + dv)) / PORT_BYTES,
         "special functions": bq * bkv * (1 + facts.score_specials) / SPECIALS,
-        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops + DROPOUT_OPS * problem.dropout * (1 + f["wide"])) / LANES,  # by each group
+        "issue slots": bq * bkv * (GRADIENT_OPS + 2 * facts.score_ops + drawn) / LANES,
         "additions to dQ": summed * 4 * bq * dqk / REDUCED_BYTES,
     }
 

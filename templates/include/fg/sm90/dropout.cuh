@@ -5,6 +5,11 @@
 
 namespace fg {
 
+// The same for all lanes, which the compiler is told by this: the keys of Philox's rounds are then made in uniform registers.
+FG_FN Dropout uniform(const Dropout& d) {
+  return Dropout{__shfl_sync(ALL_LANES, d.key_low, 0), __shfl_sync(ALL_LANES, d.key_high, 0), __shfl_sync(ALL_LANES, d.head, 0), __shfl_sync(ALL_LANES, d.most, 0)};
+}
+
 // Of scores with rows of queries: dropped ones become 0.
 template <int N> FG_FN void drop(float (&s)[N], const Dropout& d, int own_row, int first_key) {
   KeptFragments<1, N / 4> kept;

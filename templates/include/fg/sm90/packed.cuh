@@ -1,24 +1,31 @@
 // Packed sequences: which tiles there are is known on the device alone. A kernel of one block lists them once a call, and the others take their work from the list.
+// Include after fg/sm90/ptx.cuh.
 #pragma once
 #include "fg/base.h"
 
 namespace fg {
 
-struct Slot { int sequence, first; };  // of a tile: its sequence, and the place in the list of that sequence's first tile; sequence < 0: there is no tile
+struct Packed { Rows rows, keys; };  // where a sequence's queries and keys lie
+// A tile: its sequence, and the place in the list of that sequence's first tile; sequence < 0: there is no tile. Here is all that a block must load before it starts.
+struct alignas(16) Slot { int sequence, first; Packed at; };
 
 // Sequences of about one cost (within a quarter) share a bucket, the most expensive ones the first.
 constexpr int BUCKETS = 128;
 FG_FN int bucket_of(int cost) { return BUCKETS - 1 - (cost < 1 ? 0 : (int)(float_to_bits((float)cost) >> 21) - 127 * 4); }
 
-// Lists the tiles of all sequences, those of a costly tile first, which keeps blocks busy to the end; within a bucket in any order. tiles(b), cost(b): how many tiles
-// sequence b has, and what one of them costs. The list has room for `room` tiles; what is left of it is marked as none.
-template <class Tiles, class Cost> __device__ __forceinline__ void list_tiles(Slot* list, int room, int sequences, Tiles tiles, Cost cost) {
+// Lists the tiles of TILE rows (KEYS: keys) of all sequences, those of a costly tile first, which keeps blocks busy to the end: a tile of rows costs what its sequence
+// has keys, and the reverse; within a bucket in any order. at(b): where sequence b lies. The list has room for `room` tiles; what is left of it is marked as none.
+template <int TILE, bool KEYS, class At> __device__ __forceinline__ void list_tiles(Slot* list, int room, int sequences, At at) {
   __shared__ int place[BUCKETS], all;
   const int lane = threadIdx.x % 32;
+  auto tiles = [](const Packed& x) { return ((KEYS ? x.keys : x.rows).count + TILE - 1) / TILE; };
+  auto bucket = [](const Packed& x) { return bucket_of((KEYS ? x.rows : x.keys).count); };
   if (threadIdx.x < BUCKETS) place[threadIdx.x] = 0;
   __syncthreads();
-  for (int b = threadIdx.x; b < sequences; b += blockDim.x)
-    if (tiles(b) > 0) atomicAdd(&place[bucket_of(cost(b))], tiles(b));
+  for (int b = threadIdx.x; b < sequences; b += blockDim.x) {
+    const Packed own = at(b);
+    if (tiles(own) > 0) atomicAdd(&place[bucket(own)], tiles(own));
+  }
   __syncthreads();
   int before = 0;
   if (threadIdx.x < BUCKETS) {
@@ -30,14 +37,15 @@ template <class Tiles, class Cost> __device__ __forceinline__ void list_tiles(Sl
   if (threadIdx.x < BUCKETS) place[threadIdx.x] = before;
   __syncthreads();
   for (int start = threadIdx.x - lane; start < sequences; start += blockDim.x) {
-    const int count = start + lane < sequences ? tiles(start + lane) : 0;
-    const int first = count > 0 ? atomicAdd(&place[bucket_of(cost(start + lane))], count) : 0;
-    for (unsigned lanes = __ballot_sync(0xffffffffu, count > 0); lanes; lanes &= lanes - 1) {
-      const int source = __ffs(lanes) - 1, many = __shfl_sync(0xffffffffu, count, source), to = __shfl_sync(0xffffffffu, first, source);
-      for (int i = to + lane; i < to + many && i < room; i += 32) list[i] = Slot{start + source, to};
+    const Packed own = start + lane < sequences ? at(start + lane) : Packed{};
+    const int count = tiles(own), first = count > 0 ? atomicAdd(&place[bucket(own)], count) : 0;
+    for (unsigned lanes = __ballot_sync(0xffffffffu, count > 0); lanes; lanes &= lanes - 1) {  // a sequence at a time, all lanes its tiles
+      const int b = start + __ffs(lanes) - 1, many = __shfl_sync(0xffffffffu, count, b), to = __shfl_sync(0xffffffffu, first, b);
+      const Slot slot{b, to, at(b)};
+      for (int i = to + lane; i < to + many && i < room; i += 32) list[i] = slot;
     }
   }
-  for (int i = all + threadIdx.x; i < room; i += blockDim.x) list[i] = Slot{-1, 0};
+  for (int i = all + threadIdx.x; i < room; i += blockDim.x) list[i] = Slot{-1};
 }
 
 // How many heads take turns so that what they read, bytes_per_head each, stays in L2 together.
