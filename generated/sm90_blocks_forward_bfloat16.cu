@@ -12,7 +12,7 @@ using T = fg::bf16;  // q, k, v, out
 constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 1;  // query heads per kv head
-constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 128;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
@@ -25,16 +25,16 @@ constexpr int HOLES = 1;
 constexpr int MASK_BITS = 1;
 constexpr int OUT_REGISTERS = 64;
 constexpr int PRODUCER_REGISTERS = 56;
-constexpr int Q_STAGES = 1;
+constexpr int Q_STAGES = 2;
 constexpr int SCANNED = 1;
 constexpr int SCHEDULE = 2;
-constexpr int SCORE_REGISTERS = 32;
+constexpr int SCORE_REGISTERS = 64;
 constexpr int SECTION_BYTES = 33554432;
-constexpr int SMEM_BYTES = 99328;
+constexpr int SMEM_BYTES = 230400;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
 constexpr int STAGGER = 0;
-constexpr int STORE_REGISTERS = 1;
+constexpr int STORE_REGISTERS = 0;
 
 #include "fg/math.cuh"
 #include "fg/sm90/layout.cuh"
@@ -42,18 +42,24 @@ constexpr int STORE_REGISTERS = 1;
 #include "fg/sm90/schedule.cuh"
 #include "fg/sm90/softmax.cuh"
 
-// d (64 x 64) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
-__device__ __forceinline__ void multiply_scores(float (&d)[32], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+// d (64 x 128) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
+__device__ __forceinline__ void multiply_scores(float (&d)[64], fg::Descriptor a, fg::Descriptor b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
@@ -247,6 +253,7 @@ struct alignas(1024) Smem {
   T q[Q_STAGES][BLOCK_Q * DIM_QK];
   T k[STAGES][BLOCK_KV * DIM_QK];
   T v[STAGES][BLOCK_KV * DIM_V];
+  T out[BLOCK_Q * DIM_V];
   fg::Barrier q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   Piece work[Q_STAGES];
   int next_tiles[STAGES];
@@ -517,22 +524,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       unsigned visible[2][WORDS];
 #pragma unroll
       for (int word = 0; word < WORDS; ++word) {
-        // What the mask reads of 32 keys, a key a lane, is loaded at once, before the 32 keys ahead of them are looked at; threads have it from the lanes by shuffles.
-        const int blocks = (min(SCORES / 2 - word * 32, 32) + 7) / 8, columns = blocks * 8, first_k = own_k - lane % 4 * 2 + word * 128 + lane;
+        const int columns = min(SCORES / 2 - word * 32, 32);
         unsigned bits[2] = {};
-        Col ahead = col(p, u, first_k);
-#pragma unroll 1
-        for (int block = 0; block < blocks; ++block) {
-          const Col lanes = ahead;
-          if (block + 1 < blocks) ahead = col(p, u, first_k + block * 32 + 32);
+#pragma unroll 4
+        for (int j = 0; j < columns; ++j) {
+          const int k = own_k + (word * 32 + j) / 2 * 8 + j % 2;
+          const Col col_k = col(p, u, k);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const int column = j / 2 * 8 + j % 2, k = own_k + word * 128 + block * 32 + column;
-            Col col_k{};
-            col_k.c0 = __shfl_sync(fg::ALL_LANES, lanes.c0, lane % 4 * 2 + column);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) bits[r] = bits[r] >> 1 | ((k < lens.kv_len) & mask(p, u, mask_rows[r], col_k, first_q + r * 8, k) ? 1u << 31 : 0);
-          }
+          for (int r = 0; r < 2; ++r) bits[r] = bits[r] >> 1 | ((k < lens.kv_len) & mask(p, u, mask_rows[r], col_k, first_q + r * 8, k) ? 1u << 31 : 0);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) visible[r][word] = bits[r] >> (32 - columns);
@@ -663,21 +662,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
 #pragma unroll
     for (int i = 0; i < OUTS; ++i) o[i] = weight[i / 2 % 2] == 0.0f ? 0.0f : o[i] * weight[i / 2 % 2];
-    // Straight to memory: each quad exchanges the eight columns of four lanes for those of one, so that a lane stores 16 bytes.
-    auto store_rows = [&](T* to) {
+    // Through shared memory, 64 rows of this warpgroup at a time; TMA leaves out what lies past the tensor.
+    if (threadIdx.x % 128 == 0) fg::tma_store_wait_read();
+    fg::group_sync(GROUP_BARRIER + group, 128);
+    const unsigned staged = fg::shared_address(smem.out);
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int i = 0; i < OUTS; i += 16) {
-          unsigned x[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) x[j] = i + 4 * j < OUTS ? fg::pack<T>(o[i + 4 * j + 2 * r], o[i + 4 * j + 2 * r + 1]) : 0;
-          const uint4 columns = fg::quad_transpose(x[0], x[1], x[2], x[3], lane);
-          const int q = piece.q_first + own_row + r * 8, d = i * 2 + lane % 4 * 8;
-          if (q < lens.q_len && d < HEAD_DIM_V) *reinterpret_cast<uint4*>(to + q * p.out_stride_l + d) = columns;
-        }
-    };
-    store_rows(p.out + b * p.out_stride_b + h * p.out_stride_h);
+    for (int i = 0; i < OUTS; i += 8) {
+      const unsigned to = staged + fg::chunk_offset<COLUMNS_V, BLOCK_Q>(group * 64 + warp * 16 + lane % 16, i / 4 + lane / 16);
+      fg::store_matrices(to, fg::pack<T>(o[i], o[i + 1]), fg::pack<T>(o[i + 2], o[i + 3]), fg::pack<T>(o[i + 4], o[i + 5]), fg::pack<T>(o[i + 6], o[i + 7]));
+    }
     if (__any_sync(fg::ALL_LANES, broken)) {  // also orders the warp's stores before those that replace them
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -686,14 +679,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           const int quad = (__ffs(lanes) - 1) / 4, q = piece.q_first + own_row - lane / 4 + r * 8 + quad;
           lanes &= ~(0xfu << quad * 4);
           auto store = [&](int d, float x) {
-            const long long to = b * p.out_stride_b + h * p.out_stride_h + q * p.out_stride_l + d;
-            p.out[to] = fg::from_real<T>(x);
+            const unsigned to = fg::chunk_offset<COLUMNS_V, BLOCK_Q>(q - piece.q_first, d / 8);
+            reinterpret_cast<T*>(reinterpret_cast<char*>(smem.out) + to)[d % 8] = fg::from_real<T>(x);
           };
           repair_row(p, u, b, h, q, multiplier, __shfl_sync(fg::ALL_LANES, offset[r], quad * 4), __shfl_sync(fg::ALL_LANES, weight[r], quad * 4), store);
         }
       }
     }
-    // Here the warps meet again: else the compiler takes the next piece's loops for divergent after those above, and keeps descriptors out of uniform registers.
+    fg::async_proxy_fence();
     fg::group_sync(GROUP_BARRIER + group, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int d = 0; d < DIM_V; d += COLUMNS_V) fg::tma_store(p.map_out, smem.out + d * BLOCK_Q + group * 64 * COLUMNS_V, d, piece.q_first + group * 64, h, b);
+      fg::tma_store_commit();
+    }
   }
+  if (threadIdx.x % 128 == 0) fg::tma_store_wait_read();  // shared memory must outlive the copies
 }
