@@ -51,7 +51,7 @@ def tile_classes(
         return found
     tensors = [t.cpu() for t in _resolve(numbers.captures, given, torch.device("cpu"))]
     batch = max((t.shape[d] for c, t in zip(numbers.captures, tensors) for d, n in enumerate(c.expect or ()) if n == "B"), default=batch_index + 1)
-    checks.captures(numbers.captures, tensors, {"B": batch, "H": heads, "Q": q_len, "K": kv_len}, torch.device("cpu"))
+    checks.captures(numbers, tensors, {"B": batch, "H": heads, "Q": q_len, "K": kv_len}, torch.device("cpu"))
     if batch_index >= batch:
         raise ShapeError(f"batch_index={batch_index}: the captured tensors hold {batch} items.")
     numbers = numbers._replace(captures=tuple(map(Capture, tensors)))
