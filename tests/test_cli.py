@@ -190,6 +190,12 @@ def test_trouble_of_the_users_files_is_one_line(capsys, tmp_path, monkeypatch):
     assert "Choose another path" in fail(capsys, "emit", "--output", str(tmp_path / "broken_variants.py" / "kernel.cu"))
 
 
+def test_a_factory_without_its_parentheses_is_an_error(capsys):
+    assert "call it, sliding_window(left, right)" in fail(capsys, "explain", "--variant", "sliding_window")
+    assert "call it, Variant(head_dim, mask, score, scale, sink)" in fail(capsys, "emit", "--variant", "Variant")
+    assert "is a function" in fail(capsys, "mask", "--variant", "lambda b, h, q, k: k <= q")
+
+
 def test_a_picture_of_any_length_makes_no_tensors(capsys):
     assert "█" in run(capsys, "mask", "--length", "2000000000")
 
