@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .errors import VariantError
+from .evaluate import evaluate
 from .kernel import _resolve
-from .reference import evaluate
 from .variant import Variant, as_mask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # what block lists say of a block

@@ -25,7 +25,7 @@ LAYERS = (
     {"launch", "tensor_map", "measured", "progress", "tune"},
     {
         "reference", "calls", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures", "block_mask", "flex", "hf", "bench",
-        "generated", "info", "__init__", "__main__",
+        "evaluate", "generated", "info", "__init__", "__main__",
     },
 )  # fmt: skip
 LONG_LINES = 300  # a file above this is warned about: it probably does two jobs
