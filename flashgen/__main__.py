@@ -80,7 +80,8 @@ def _called(text: str, function: Any) -> Any:
 def _uncalled(text: str, function: Any) -> NoReturn:
     """An expression that gives a function: ``sliding_window`` without its parentheses would otherwise stand for its defaults, no window at all."""
     parameters = ", ".join(inspect.signature(function).parameters)
-    raise VariantError(f"--variant {text!r} is a function, not a mask, score or Variant: call it, {text}({parameters}).")
+    remedy = f"call it, {text}({parameters})" if text.isidentifier() else "write mask(...) or score(...) around it"
+    raise VariantError(f"--variant {text!r} is a function, not a mask, score or Variant: {remedy}.")
 
 
 def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.Tensor, ...], dict[str, Any]]:
