@@ -218,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
     for name, action, help_text in (
         ("emit", emit, "print the source of a kernel"),
         ("explain", explain, "what was proved, the plan, and what bounds it"),
-        ("tune", tune, "measure the best plans on this device and record the winners"),
+        ("tune", tune, "measure the best plans on this device and record the winners: seconds on a GPU, a minute or two on a CPU"),
         ("mask", mask, "which tiles of the mask are full, partial and empty"),
     ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

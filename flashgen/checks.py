@@ -12,7 +12,7 @@ from typing import Any
 
 from . import settings
 from .errors import DeviceError, DtypeError, ShapeError, VariantError
-from .language import dtype_name
+from .language import Capture, dtype_name
 from .variant import MAX_HEAD_DIM, Variant
 
 SUPPORTED = {"cpu": ("float64", "float32", "bfloat16", "float16"), "cuda": ("float32", "bfloat16", "float16")}
@@ -179,9 +179,9 @@ def given_inputs(wanted: Mapping[str, int], inputs: Any) -> dict[str, Any]:
     return dict(inputs)
 
 
-def captures(trace: Any, given: Sequence[Any], sizes: Mapping[str, int], device: Any) -> None:
-    """Devices, the shapes that the catalogue knows, and dimensions indexed by plain h or b; ``trace`` is a Traced, ``sizes`` are B, H, Q and K of this call."""
-    for spec, t in zip(trace.captures, given):
+def captures(specs: Sequence[Capture], given: Sequence[Any], sizes: Mapping[str, int], device: Any) -> None:
+    """Devices, and the shapes that the catalogue knows: ``sizes`` are B, H, Q and K of this call."""
+    for spec, t in zip(specs, given):
         tensor("a captured tensor", t)
         what = f"captured tensor {spec.name!r}" if spec.name else f"a captured tensor of shape {tuple(t.shape)}"
         if t.device != device and not (t.dim() == 0 and t.device.type == "cpu"):
@@ -191,7 +191,11 @@ def captures(trace: Any, given: Sequence[Any], sizes: Mapping[str, int], device:
                 raise ShapeError(f"{what}: dimension {d} is {t.shape[d]}, wanted is {_wanted(wanted, sizes)}.")
         if any(n >= 2**31 for n in t.shape):
             raise ShapeError(f"{what}: a dimension of 2^31 or more cannot be indexed.")
-    for slot, d, axis in trace.spanned:
+
+
+def spanned(dimensions: Sequence[tuple[int, int, str]], given: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    """Dimensions that are indexed by plain h or b, see ``Form.spanned``, hold every head or batch item."""
+    for slot, d, axis in dimensions:
         n = given[slot].shape[d]
         if n < sizes[axis]:
             index, name = ("h", "query heads") if axis == "H" else ("b", "batch items")
