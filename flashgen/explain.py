@@ -20,7 +20,8 @@ from .problem import Problem
 from .target import Target
 from .traffic import Shape, Traffic, forecast
 
-SAMPLED_PAIRS = 1 << 20  # of which the visible ones are counted: all of a problem of 1024 x 1024
+SAMPLED_PAIRS = 1 << 18  # of which the visible ones are counted: all of a problem of 512 x 512
+FEWEST_ROWS = 32  # however many keys there are
 
 
 def explain(
@@ -78,11 +79,11 @@ def _visible_pairs(form: Form, shape: Shape, numbers: Traced) -> float | None:
     captures = [c.tensor for c in numbers.captures]
     if form.mask < 0 or any(t is None for t in captures) or not shape.q_len * shape.kv_len:
         return None
-    count = min(shape.q_len, max(1, SAMPLED_PAIRS // shape.kv_len))
+    count = min(shape.q_len, max(FEWEST_ROWS, SAMPLED_PAIRS // shape.kv_len))
     rows, columns = (torch.arange(n, dtype=torch.int32) for n in (count, shape.kv_len))
     sizes = {"b": 0, "h": 0, "q_len": shape.q_len, "kv_len": shape.kv_len, "heads": shape.heads}
     symbols = {name: torch.tensor(n, dtype=torch.int32) for name, n in sizes.items()}
-    symbols |= {"q": (rows.double() * shape.q_len / count).int()[:, None], "k": columns}
+    symbols |= {"q": ((rows + 0.5) * shape.q_len / count).int()[:, None], "k": columns}
     seen = evaluate(form, form.mask, symbols, [t.detach().cpu() for t in captures], numbers.floats, numbers.ints, torch.float32)
     return float(seen.expand(count, shape.kv_len).double().mean()) * shape.q_len * shape.kv_len
 

@@ -66,8 +66,8 @@ GRID = fg.neighborhood((32, 32), (7, 7))
 
 @pytest.mark.parametrize(
     ("mask", "pairs"),
-    [(fg.sliding_window(99, 0), 1024 * 100 - 99 * 50), (GRID, 1024 * 49), (fg.document(torch.arange(1024) // 100), 10 * 100**2 + 24**2)],
-    ids=["window", "grid", "documents"],
+    [(fg.causal, 1024 * 1025 // 2), (fg.sliding_window(99, 0), 1024 * 100 - 99 * 50), (GRID, 1024 * 49), (fg.document(torch.arange(1024) // 100), 10 * 100**2 + 24**2)],
+    ids=["causal", "window", "grid", "documents"],
 )
 def test_explain_says_how_much_of_the_visited_tiles_is_visible(mask, pairs):
     q = torch.empty(1, 1, 1024, 64)
