@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,11 +29,12 @@ from .variant import Mask, Score, Variant
 
 
 def find_variant(text: str) -> Variant:
-    """``module:attribute`` (looked for in the current folder too; a function without arguments is called) or an expression of flashgen's names.
+    """``module:attribute`` (looked for in the current folder too; a function there is called, without arguments) or an expression of flashgen's names.
 
     A mask or a score alone stands for the Variant that has nothing else.
     """
-    if re.fullmatch(r"[\w.]+:[\w.]+", text):
+    named = re.fullmatch(r"[\w.]+:[\w.]+", text) is not None
+    if named:
         module, _, path = text.partition(":")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -56,7 +58,7 @@ def find_variant(text: str) -> Variant:
     if isinstance(found, flashgen.Kernel):
         found = found.variant
     elif callable(found) and not isinstance(found, Mask | Score):
-        found = _called(text, found)
+        found = _called(text, found) if named else _uncalled(text, found)
     if isinstance(found, Mask):
         found = Variant(mask=found)
     elif isinstance(found, Score):
@@ -73,6 +75,13 @@ def _called(text: str, function: Any) -> Any:
         raise
     except Exception as error:
         raise VariantError(f"--variant {text}: calling it raised {type(error).__name__}: {error}. Such a function takes no argument.") from error
+
+
+def _uncalled(text: str, function: Any) -> NoReturn:
+    """An expression that gives a function: ``sliding_window`` without its parentheses would otherwise stand for its defaults, no window at all."""
+    parameters = ", ".join(inspect.signature(function).parameters)
+    remedy = f"call it, {text}({parameters})" if text.isidentifier() else "write mask(...) or score(...) around it"
+    raise VariantError(f"--variant {text!r} is a function, not a mask, score or Variant: {remedy}.")
 
 
 def describe(options: argparse.Namespace) -> tuple[flashgen.Kernel, tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -209,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
     for name, action, help_text in (
         ("emit", emit, "print the source of a kernel"),
         ("explain", explain, "what was proved, the plan, and what bounds it"),
-        ("tune", tune, "measure the best plans on this device and record the winners"),
+        ("tune", tune, "measure the best plans on this device and record the winners: seconds on a GPU, a minute or two on a CPU"),
         ("mask", mask, "which tiles of the mask are full, partial and empty"),
     ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

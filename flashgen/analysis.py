@@ -5,6 +5,7 @@ Form -> Facts. Example: ``analyze(form).kv_bounds`` for causal is one upper limi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,11 @@ from .language import FLOATS
 from .operations import UNARY_REAL
 
 MAX_PROSE = 6  # operations nested in one term of a sentence
-_INFIX = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "and", "or": "or"}
+_INFIX = {  # sign, and how tightly it binds
+    "or": ("or", 1), "and": ("and", 2), "lt": ("<", 3), "le": ("<=", 3), "gt": (">", 3), "ge": (">=", 3), "eq": ("==", 3), "ne": ("!=", 3),
+    "add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "floordiv": ("//", 5), "mod": ("%", 5), "div": ("/", 5),
+}  # fmt: skip
+_SHORT = {"minimum": "min", "maximum": "max"}
 
 
 @dataclass(frozen=True)
@@ -118,45 +123,53 @@ def kv_prefix(form: Form) -> bool:
     return True
 
 
-def describe(bounds: Any, axis: str, form: Form) -> str:
-    """Bounds in prose: ``k <= q + kv_len - q_len``. Captured numbers keep the names of the emitted text."""
+def describe(bounds: Any, axis: str, form: Form, ints: Sequence[int] | None = None) -> str:
+    """Bounds in prose: ``k <= q + kv_len - q_len``. Captured numbers stand by their values ``ints``, else by the names of the emitted text."""
     match bounds:
         case ranges.Limit(upper, terms, constant, divisor):
-            inside = _sum(terms, constant, form)
+            inside = _sum(terms, constant, form, ints)
             inside = inside if divisor == 1 else f"({inside}) / {divisor}"
             return f"{axis} {'<=' if upper else '>='} {inside}"
         case ranges.Gate(node, wanted):
-            return f"any {axis} where {'' if wanted else 'not '}{_term(form, node)}"
+            return f"any {axis} where {'' if wanted else 'not '}{_term(form, node, ints)}"
         case ranges.Listed(node):
-            return f"{axis} in a block of {_term(form, node)}"
+            return f"{axis} in a block of {_term(form, node, ints)}"
         case ranges.All(parts):
-            return " and ".join(describe(p, axis, form) for p in parts) or f"any {axis}"
+            return " and ".join(dict.fromkeys(describe(p, axis, form, ints) for p in parts)) or f"any {axis}"
         case ranges.Any_(parts):
-            return "(" + " or ".join(describe(p, axis, form) for p in parts) + ")"
+            return "(" + " or ".join(dict.fromkeys(describe(p, axis, form, ints) for p in parts)) + ")"
     raise TypeError(bounds)
 
 
-def _sum(terms: tuple[tuple[int, int], ...], constant: int, form: Form) -> str:
+def _sum(terms: tuple[tuple[int, int], ...], constant: int, form: Form, ints: Sequence[int] | None) -> str:
     text = ""
     for factor, node in sorted(terms, key=lambda t: -t[0]):
+        if ints is not None and form.nodes[node].op == "number":
+            constant += factor * ints[form.nodes[node].data]
+            continue
         sign = " - " if factor < 0 else " + " if text else ""
-        text += f"{sign}{'' if abs(factor) == 1 else f'{abs(factor)} * '}{_term(form, node)}"
+        text += f"{sign}{_term(form, node, ints, 4) if abs(factor) == 1 else f'{abs(factor)} * {_term(form, node, ints, 6)}'}"
     if constant or not text:
         text += f" {'+' if constant > 0 else '-'} {abs(constant)}" if text else str(constant)
     return text.strip()
 
 
-def _term(form: Form, i: int, depth: int = 0) -> str:
+def _term(form: Form, i: int, ints: Sequence[int] | None, outer: int = 0, depth: int = 0) -> str:
+    """A node in prose, in parentheses where it binds less tightly than ``outer``."""
     node = form.nodes[i]
     if depth > MAX_PROSE:
         return "..."
     match node.op:
+        case "number" if node.type not in FLOATS:
+            return f"int_{node.data}" if ints is None else str(ints[node.data])
         case "number":
-            return f"int_{node.data}"
+            return f"float_{node.data}"
         case "load":
-            return f"capture_{node.data}[{', '.join(_term(form, a, depth + 1) for a in node.args)}]"
+            return f"capture_{node.data}[{', '.join(_term(form, a, ints, 0, depth + 1) for a in node.args)}]"
         case "const":
             return str(node.data)
         case op if op in _INFIX:
-            return f" {_INFIX[op]} ".join(_term(form, a, depth + 1) for a in node.args)
-    return f"{node.op}({', '.join(_term(form, a, depth + 1) for a in node.args)})" if node.args else node.op
+            sign, binds = _INFIX[op]
+            first, second = (_term(form, a, ints, binds + n, depth + 1) for n, a in enumerate(node.args))  # a - (b - c), a // (b // c)
+            return f"({first} {sign} {second})" if binds < outer else f"{first} {sign} {second}"
+    return f"{_SHORT.get(node.op, node.op)}({', '.join(_term(form, a, ints, 0, depth + 1) for a in node.args)})" if node.args else node.op

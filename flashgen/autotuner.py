@@ -38,8 +38,9 @@ def autotune(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, backward: bool 
     """Measure the best plans on this device for a call, and record the winners per device and size class; later processes pick them up.
 
     q, k, v and ``call`` are the arguments of ``kernel(...)``, or of ``kernel.varlen(...)`` where ``cu_seqlens_q`` is among them. ``backward`` measures the
-    gradients of those of q, k, v that require grad (of all three if none does). ``progress`` shows bars on a terminal's stderr.
-    Takes seconds: up to 24 candidates of a pass are compiled by worker processes, checked against the tiler's choice and timed in turn.
+    gradients of those of q, k, v that require grad (of all three if none does). ``progress`` shows bars on a terminal's stderr, elsewhere a line for each pass.
+    Takes seconds on a GPU, a minute or two on a CPU: up to 24 candidates of a pass are compiled by worker processes, checked against the tiler's choice and
+    timed in turn.
     Raises what the call raises, and VariantError while a CUDA graph is captured.
     """
     if not hasattr(kernel, "tunable"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .capture import resolve
 from .errors import VariantError
-from .reference import evaluate
+from .evaluate import evaluate
 from .variant import Variant, as_mask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # what block lists say of a block

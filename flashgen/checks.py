@@ -193,6 +193,18 @@ def captures(specs: Sequence[Capture], given: Sequence[Any], sizes: Mapping[str,
             raise ShapeError(f"{what}: a dimension of 2^31 or more cannot be indexed.")
 
 
+def spanned(dimensions: Sequence[tuple[int, int, str]], given: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    """Dimensions that are indexed by plain h or b, see ``Form.spanned``, hold every head or batch item."""
+    for slot, d, axis in dimensions:
+        n = given[slot].shape[d]
+        if n < sizes[axis]:
+            index, name = ("h", "query heads") if axis == "H" else ("b", "batch items")
+            raise ShapeError(
+                f"a captured tensor of shape {tuple(given[slot].shape)}: dimension {d} is indexed by {index} and holds {n}, there are {sizes[axis]} {name}. "
+                f"Give it {sizes[axis]}, or compute the index, such as t[{index} // 2]."
+            )
+
+
 def _needed(wanted: str | int, sizes: Mapping[str, int]) -> int:
     if isinstance(wanted, int):
         return wanted

@@ -34,6 +34,7 @@ class Inlined(NamedTuple):
     floats: list[float]
     ints: list[int]
     score_slots: tuple[int, ...]
+    spanned: tuple[tuple[int, int, str], ...]
 
 
 def _pairwise(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -111,8 +112,8 @@ def inlined(score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -
     graph = _Graph([], [], [], [])
     place: dict[int, int] = {}
     roots = (-1 if s is None else _flatten(s, graph, place), -1 if m is None else _flatten(m, graph, place))
-    form, slots = _form(tuple(graph.nodes), roots, tuple([(c.dtype, c.ndim) for c in graph.captures]))
-    return Inlined(form, graph.captures, graph.floats, graph.ints, slots)
+    form, slots, spanned = _form(tuple(graph.nodes), roots, tuple([(c.dtype, c.ndim) for c in graph.captures]))
+    return Inlined(form, graph.captures, graph.floats, graph.ints, slots, spanned)
 
 
 def _function(x: Any) -> Any:
@@ -171,8 +172,8 @@ def _flatten(root: lang.Expr, graph: _Graph, place: dict[int, int]) -> int:
 
 
 @constant
-def _form(nodes: tuple, roots: tuple[int, int], specs: tuple) -> tuple[str, tuple[int, ...]]:
-    """The canonical text and the score's slots of a graph: equal to what a trace outside of ``torch.compile`` gives."""
+def _form(nodes: tuple, roots: tuple[int, int], specs: tuple) -> tuple[str, tuple[int, ...], tuple[tuple[int, int, str], ...]]:
+    """The canonical text, the score's slots and what is spanned of a graph: equal to what a trace outside of ``torch.compile`` gives."""
     captures = []
     for dtype, ndim in specs:
         captures.append(lang.Capture(ndim=ndim))
@@ -182,4 +183,4 @@ def _form(nodes: tuple, roots: tuple[int, int], specs: tuple) -> tuple[str, tupl
         made.append(lang.Expr(op, kind, tuple(made[a] for a in args), captures[data] if op == "load" else data))
     score, mask = (None if at < 0 else made[at] for at in roots)
     traced = linearise(score, mask)
-    return traced.form.text, traced.score_slots
+    return traced.form.text, traced.score_slots, traced.spanned

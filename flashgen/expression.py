@@ -73,7 +73,8 @@ class Operand:
     __hash__ = object.__hash__
     __bool__ = _refuse(
         "a traced value has no truth value: the function is traced once with symbols. Write torch.where(cond, a, b) instead of `if`, "
-        "`&`, `|`, `~` instead of `and`, `or`, `not`, and (a <= x) & (x <= b) instead of a chained comparison."
+        "`&`, `|`, `~` instead of `and`, `or`, `not`, and (a <= x) & (x <= b) instead of a chained comparison. "
+        "Put comparisons beside `&` and `|` in parentheses, (a <= b) & (c < d): without them `&` comes first."
     )
     __int__ = __float__ = __index__ = __complex__ = __round__ = __floor__ = __ceil__ = __trunc__ = item = tolist = numpy = _refuse(
         "a traced value is not a Python number: use torch functions (torch.exp, torch.floor) in place of math.*, int() or float(), "
@@ -83,7 +84,8 @@ class Operand:
     __len__ = _refuse("a traced value is a scalar and has no length.")
     __getitem__ = _refuse("a traced value is a scalar and cannot be indexed.")
     __setitem__ = _refuse("a traced value cannot be assigned into: score and mask functions are pure. Use torch.where.")
-    __array__ = __array_function__ = _refuse("numpy on a traced value: use the torch function of the same name.")
+    __array__ = _refuse("numpy on a traced value: index a torch tensor, torch.from_numpy(table)[...], and use torch functions.")
+    __array_function__ = _refuse("numpy on a traced value: use the torch function of the same name.")
     __matmul__ = __rmatmul__ = _refuse("@ on a traced value: scores are computed one by one; write (a * b).sum(-1) over a short dimension.")
 
     def __format__(self, specification: str) -> str:
@@ -103,7 +105,7 @@ class Operand:
         if name not in FUNCTIONS or name.startswith("__"):
             if is_in_place(name):
                 raise UnknownAttribute(f"{name} writes in place: score and mask functions are pure. Use the method without the underscore.")
-            raise UnknownAttribute(f"a traced value has no attribute {name!r}; its methods are {', '.join(sorted(FUNCTIONS))}.")
+            raise UnknownAttribute(f"a traced value has no attribute {name!r}; {_close(name)}.")
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
 
 
@@ -192,7 +194,7 @@ class Indexed(Operand):
         free = [d for d, i in enumerate(self.indices) if i is None]
         explicit = sum(1 for i in index if i is not Ellipsis)
         if explicit > len(free):
-            raise VariantError(f"too many indices: {explicit} for a captured tensor with {len(free)} dimension(s) left.")
+            raise VariantError(f"too many indices: {explicit} for {self._name()} with {len(free)} dimension(s) left.")
         if explicit < len(index):
             at = next(n for n, i in enumerate(index) if i is Ellipsis)
             index = index[:at] + (slice(None),) * (len(free) - explicit) + index[at + 1 :]
@@ -220,8 +222,13 @@ class Indexed(Operand):
                 i %= size
         e = wrap(i, static=True)
         if e.kind not in (INT, LONG):
-            raise VariantError(f"index of type {e.kind}: captured tensors are indexed by integers; convert with .to(torch.int32).")
+            name = {SINGLE: "float32", BOOL: "bool"}.get(e.kind, "floating point")
+            raise VariantError(f"index of type {name}: captured tensors are indexed by integers; use // in place of /, or convert with .to(torch.int32).")
         return e
+
+    def _name(self) -> str:
+        c = self.capture
+        return f"flashgen.input({c.name!r}, ndim={c.ndim})" if c.name is not None else f"a captured tensor of shape {c.shape}"
 
     def lower(self) -> Any:
         """A scalar load if fully indexed, else the unrolled dimension that is left."""
@@ -229,7 +236,7 @@ class Indexed(Operand):
         if not free:
             return self.scalar()
         if len(free) > 1:
-            raise VariantError(f"a captured tensor of {self.capture.ndim} dimensions is used with {len(free)} left: index it down to a scalar.")
+            raise VariantError(f"{self._name()} is used with {len(free)} dimensions left: index it down to a scalar.")
         n = self.shape[0]
         if n > MAX_UNROLLED or n == 0:
             raise VariantError(f"a trailing dimension of {n} cannot be unrolled: the limit is {MAX_UNROLLED}. Precompute the product, or move it into q and k.")
@@ -239,7 +246,7 @@ class Indexed(Operand):
     def scalar(self) -> Expr:
         left = sum(i is None for i in self.indices)
         if left:
-            raise VariantError(f"a captured tensor with {left} dimension(s) left is used as a number: index all of its {self.capture.ndim} dimensions.")
+            raise VariantError(f"{self._name()} is used as a number with {left} dimension(s) left: index all of its {self.capture.ndim}.")
         return Expr("load", self.capture.type, self.indices, self.capture)
 
 
@@ -328,6 +335,14 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
+def _close(name: str) -> str:
+    """What a user may have meant by a name that is not traced."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, FUNCTIONS, cutoff=0.75)
+    return f"close to it: {', '.join(found)}" if found else "torch's pointwise functions are supported (where, exp, tanh, clamp, minimum ...)"
+
+
 def call_torch(func: Any, args: tuple, kwargs: dict) -> Any:
     """A torch function or tensor method called with at least one traced value."""
     return call_named(getattr(func, "__name__", str(func)), args, kwargs)
@@ -343,7 +358,7 @@ def call_named(name: str, args: tuple, kwargs: dict) -> Any:
     if name in OPERATORS:
         return OPERATORS[name](*args)
     if name not in FUNCTIONS:
-        raise VariantError(f"torch.{name} cannot be traced in a score or mask function; supported: {', '.join(sorted(FUNCTIONS))}.")
+        raise VariantError(f"torch.{name} cannot be traced in a score or mask function; {_close(name)}.")
     return _call(name, args, kwargs)
 
 

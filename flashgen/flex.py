@@ -72,7 +72,9 @@ def flex_attention(
         trace, given = closures.traced(score_mod, mask)  # type: ignore[assignment]
         form = trace.form.text  # type: ignore[attr-defined]
     captures = resolve(tuple(trace.captures), given, q.device)
-    checks.captures(trace.captures, captures, {"B": q.shape[0], "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
+    sizes = {"B": q.shape[0], "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}
+    checks.captures(trace.captures, captures, sizes, q.device)
+    checks.spanned(trace.spanned, captures, sizes)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else scale
     call = Call(q, k, v, None, None, None, None, captures, list(trace.floats), list(trace.ints), factor, q.shape[2], k.shape[2])
     deterministic = torch.are_deterministic_algorithms_enabled()

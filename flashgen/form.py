@@ -100,6 +100,49 @@ class Form:
         loads = (self.nodes[i] for i in sorted(self.reachable(self.score)))
         return tuple(sorted({n.data for n in loads if n.op == "load" and n.type == REAL}))
 
+    def spanned(self) -> tuple[tuple[int, int, str], ...]:
+        """(slot, dimension, "H" or "B") of captures that every call reads at each head or batch item: those indexed by plain h or b.
+
+        Left out is what a condition on the head (or item) may keep from being read: ``where(h < 4, t[h], 0)``, or a score under such a mask.
+        """
+        found = set()
+        for axis, name in (("h", "H"), ("b", "B")):
+            todo = [self.mask] if self.mask >= 0 else []
+            if self.score >= 0 and not (self.mask >= 0 and axis in self.depends[self.mask]):
+                todo.append(self.score)
+            seen: set[int] = set()
+            while todo:
+                i = todo.pop()
+                if i in seen:
+                    continue
+                seen.add(i)
+                node = self.nodes[i]
+                if node.op == "load":
+                    found |= {(node.data, d, name) for d, a in enumerate(node.args) if self._plain(a) == axis}
+                todo.extend(self._needed(node, axis))
+        return tuple(sorted(found))
+
+    def _plain(self, i: int) -> str:
+        """The operation of a node, conversions aside."""
+        while self.nodes[i].op == "cast":
+            i = self.nodes[i].args[0]
+        return self.nodes[i].op
+
+    def _needed(self, node: Node, axis: str) -> Iterator[int]:
+        """The arguments of a node whose values count for every value of ``axis``, at some query and key."""
+        for a in node.args:
+            others = [self.depends[other] for other in node.args if other != a]
+            match node.op:
+                case "and" | "or":
+                    needed = not any(axis in d for d in others)
+                case "where":
+                    condition = self.depends[node.args[0]]
+                    needed = a == node.args[0] or (axis not in condition and bool(condition & {"q", "k", "s"}))
+                case _:
+                    needed = True
+            if needed:
+                yield a
+
 
 def _encode(data: Any) -> Any:
     return {"float": repr(data)} if isinstance(data, float) else data
@@ -117,6 +160,7 @@ class Traced(NamedTuple):
     floats: tuple[float, ...]
     ints: tuple[int, ...]
     score_slots: tuple[int, ...]  # captures through which a gradient of the score can flow
+    spanned: tuple[tuple[int, int, str], ...] = ()  # Form.spanned: dimensions that must hold every head or batch item
 
 
 def _postorder(roots: list[Expr]) -> Iterator[Expr]:
@@ -166,4 +210,4 @@ def linearise(score: Expr | None, mask: Expr | None, *, sink: bool = False) -> T
         -1 if mask is None else place[id(mask)],
         tuple(CaptureSpec(c.dtype, c.ndim) for c in captures), len(floats), tuple(int_types), sink,
     )  # fmt: skip
-    return Traced(form, tuple(captures), tuple(floats), tuple(ints), form.score_slots())
+    return Traced(form, tuple(captures), tuple(floats), tuple(ints), form.score_slots(), form.spanned())

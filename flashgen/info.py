@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 
 import torch
@@ -53,13 +55,19 @@ def cache_info(options: argparse.Namespace) -> None:
 
 
 def _tuned() -> Iterator[str]:
-    """A line for each tuned problem. Records of another version of flashgen, or of another chip, stay in their files and are not used."""
+    """A line for each tuned problem. Records of other sources of flashgen or another compiler stay in their files and are not used."""
     store = cache.current()
+    versions = []
+    for chip in (targets.detect_cpu(), targets.CHIPS["sm80"]):
+        with suppress(CompileError):
+            versions.append(list(records.version(chip)))
     for key in store.record_kinds():
         record = records.last(key)
         if record is not None and "problem" in record:
             fields = ", ".join(f"{name}={value}" for name, value in record["winner"]["fields"].items())
-            yield f"tuned: {record['which']}, {record['problem']}, on {record['device']}: {record['winner']['family']} {fields}"
+            stale = "" if record.get("version") in versions else " (of another version, not used)"
+            variant = f" ({record['variant']})" if "variant" in record else ""
+            yield f"tuned: {record['which']}, {record['problem']}{variant}, on {record['device']}: {record['winner']['family']} {fields}{stale}"
 
 
 def clean(options: argparse.Namespace) -> None:
@@ -87,7 +95,7 @@ def _compilers() -> list[str]:
     lines = []
     for kind, chip in (("C++", targets.detect_cpu()), ("CUDA", targets.CHIPS["sm80"])):
         try:
-            lines.append(f"{kind}: {build.compiler_version(chip)}")
+            lines.append(f"{kind}: {re.sub(r' [0-9]{10,}$', '', build.compiler_version(chip))}")  # without the file's time
         except CompileError as error:
             lines.append(f"{kind}: none. {error}")
     other = [path for path in map(shutil.which, ("g++", "clang++", "nvcc")) if path]

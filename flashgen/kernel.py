@@ -217,7 +217,9 @@ class Kernel:
             checks.seqlens(seqlens_k, batch, k.shape[2], q.device)
         checks.sink(self.variant, sink, q.shape[1], q.device)
         traced, captures = self._captured(self._traced(given), given, q.device)
-        checks.captures(traced.captures, captures, {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}, q.device)
+        sizes = {"B": batch, "H": q.shape[1], "Q": q.shape[2], "K": k.shape[2]}
+        checks.captures(traced.captures, captures, sizes, q.device)
+        checks.spanned(traced.spanned, captures, sizes)
         call = Call(q, k, v, sink, seqlens_k, None, None, captures, list(traced.floats), list(traced.ints), self._scale(q), q.shape[2], k.shape[2])
         return _dropping(call, dropout_p, seed), traced
 
@@ -240,7 +242,9 @@ class Kernel:
         for capture in traced.captures:
             if {"Q", "K"} & {x for x in capture.expect or () if isinstance(x, str)}:
                 raise ShapeError("from_dense and a bias with query or key dimensions do not fit packed sequences: use a function of b, q_idx and kv_idx.")
-        checks.captures(traced.captures, captures, {"B": cu_q.shape[0] - 1, "H": q.shape[1], "Q": lengths[0], "K": lengths[1]}, q.device)
+        sizes = {"B": cu_q.shape[0] - 1, "H": q.shape[1], "Q": lengths[0], "K": lengths[1]}
+        checks.captures(traced.captures, captures, sizes, q.device)
+        checks.spanned(traced.spanned, captures, sizes)
         call = Call(q, k, v, sink, None, cu_q, cu_k, captures, list(traced.floats), list(traced.ints), self._scale(q), lengths[0], lengths[1])
         return _dropping(call, dropout_p, seed), traced
 

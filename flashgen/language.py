@@ -116,7 +116,10 @@ def returned(result: Any, what: str) -> Expr:
         raise VariantError(f"the {what} function returned a vector of {len(result.items)} values; it must return one value per (query, key) pair.")
     if result is None:
         raise VariantError(f"the {what} function returned None: it must return its {'new score' if what == 'score' else 'condition'}.")
-    return wrap(result)
+    result = wrap(result)
+    if what == "score" and result.kind == BOOL:
+        raise VariantError("the score function returned a condition, not its new score: pass it as mask=, or write torch.where(condition, score, -math.inf).")
+    return result
 
 
 @contextmanager

@@ -175,4 +175,13 @@ def attend(call: Call, slots: tuple[int, ...], handle: Callable[[bool], str], de
     learned = any(call.captures[n].requires_grad for n in slots)
     numbers = (tuple(call.floats), tuple(call.ints), call.scale, call.max_q, call.max_k, call.dropout_p)
     captures = [t if n in slots else t.detach() for n, t in enumerate(call.captures)]
-    return Attention.apply(handle(learned), (deterministic, slots), numbers, *call[:7], call.seed, *captures)
+    tensors = [*call[:7], call.seed, *captures]
+    return Attention.apply(handle(learned), (deterministic, slots), numbers, *(_distinct(tensors) if torch.compiler.is_compiling() else tensors))
+
+
+def _distinct(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """A view in place of a tensor that came before (``kernel(q, k, k)``): Dynamo refuses an autograd.Function that is given one twice."""
+    found: list[Tensor | None] = []
+    for t in tensors:
+        found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
+    return found

@@ -53,6 +53,7 @@ def tile_classes(
     checks.captures(numbers.captures, tensors, {"B": batch, "H": heads, "Q": q_len, "K": kv_len}, torch.device("cpu"))
     if batch_index >= batch:
         raise ShapeError(f"batch_index={batch_index}: the captured tensors hold {batch} items.")
+    checks.spanned(numbers.spanned, tensors, {"B": batch_index + 1, "H": head + 1})  # what the picture reads
     numbers = numbers._replace(captures=tuple(map(Capture, tensors)))
     problem = Problem("bfloat16", 128, 128, size=size_class(q_len, kv_len))
     classify = classifier(numbers.form, problem, Shape(1, heads, heads, q_len, kv_len), numbers, batch_index, head)

@@ -19,7 +19,12 @@ from .target import Target
 
 def key(form: Form, problem: Problem, target: Target, family: str | None, forced: Mapping[str, int] | None) -> str:
     """The digest that a tuning record is kept under. Raises CompileError where the target's compiler is missing."""
-    return cache.digest("tuning", form.text, problem, target, family, dict(forced or {}), cache.package_digest(), build.compiler_version(target))
+    return cache.digest("tuning", form.text, problem, target, family, dict(forced or {}), *version(target))
+
+
+def version(target: Target) -> tuple[str, str]:
+    """What a record holds for besides the problem: flashgen's own sources, and the compiler. Raises CompileError where that is missing."""
+    return cache.package_digest(), build.compiler_version(target)
 
 
 def last(record_key: str) -> dict[str, Any] | None:

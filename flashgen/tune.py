@@ -126,11 +126,20 @@ def tune(trial: Trial, *, effort: Effort | None = None, pool: Pool | None = None
         trial.problem.which, device, f"{trial.problem.dtype}, head dims {trial.problem.head_dim_qk}/{trial.problem.head_dim_v}, {trial.problem.size}",
         _shape(trial.sizes), rows, best(rows), round(time.perf_counter() - started, 2),
     )  # fmt: skip
-    records.append(trial.key, measured.record())
+    records.append(trial.key, {**measured.record(), "variant": _variant(trial.form), "version": records.version(trial.target)})
     pipeline.prepare(trial.form, trial.problem, trial.target, family=trial.family, forced=trial.forced)  # later processes find it in the index
     if settings.debug() >= 3:
         print(f"flashgen: {measured}", file=sys.stderr)
     return measured
+
+
+def _variant(form: Form) -> str:
+    """What a reader of the records may know a form by."""
+    from .analysis import analyze
+
+    facts = analyze(form)
+    keys = "no mask" if not facts.has_mask else facts.kv_text if facts.kv_bounded else f"a mask of {facts.mask_ops} operations"
+    return f"{keys}; {f'a score of {facts.score_ops} operations' if facts.has_score else 'no score'}"
 
 
 def ensure(trial: Trial) -> None:

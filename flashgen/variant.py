@@ -26,6 +26,8 @@ def _check_arity(function: Any, count: int, what: str, signature: str) -> None:
         raise VariantError(f"a {what} compiled by torch.jit takes tensors only: pass the plain function {signature}.")
     if not callable(function):
         raise VariantError(f"a {what} must be a function {signature} or an object of the catalogue, not {type(function).__name__}.")
+    if getattr(function, "__module__", "") == "flashgen.catalogue" and inspect.isfunction(function) and "<" not in function.__qualname__:
+        raise VariantError(f"{function.__name__} is a factory: call it, {function.__name__}({', '.join(inspect.signature(function).parameters)}).")
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -227,7 +229,10 @@ class Variant:
 def _condition(m: lang.Expr) -> lang.Expr | None:
     """What a mask function returned as a bool; None where it is always true."""
     if m.kind in lang.FLOATS:
-        raise VariantError("the mask function returned a floating point value: it must return a condition (a mask selects; add a bias as a score).")
+        raise VariantError(
+            "the mask function returned a floating point value: it must return a condition. Compare it (x > 0) or make its table bool "
+            "(a mask selects; add a bias as a score)."
+        )
     m = lang.truth(m)
     return None if m.op == "const" and m.data else m
 
@@ -237,7 +242,8 @@ def _head_dims(head_dim: Any) -> tuple[int, int] | None:
         return None
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     if len(dims) != 2 or not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
-        raise VariantError(f"head_dim={head_dim!r}: an int, a pair (head_dim_qk, head_dim_v), or None.")
+        meant = " Did you mean mask= or score=?" if any(callable(d) for d in dims) else ""
+        raise VariantError(f"head_dim={head_dim!r}: an int, a pair (head_dim_qk, head_dim_v), or None.{meant}")
     for d in dims:
         if not 1 <= d <= MAX_HEAD_DIM:
             raise ShapeError(f"head_dim={d}: the limit is 1..{MAX_HEAD_DIM} (value dim split by columns) on cpu and sm80, 256 on sm90. Split the heads.")

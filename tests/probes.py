@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import flashgen
+from flashgen.evaluate import evaluate
 from flashgen.form import Form, Traced
-from flashgen.reference import evaluate
 
 SIZES = {"b": 2, "h": 4, "q": 19, "k": 23}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def test_info_lists_versions_targets_compilers_and_the_cache_and_cleans_it(capsy
     monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
     text = run(capsys, "info")
     assert flashgen.__version__ in text and "torch" in text and "sm90a" in text and "C++: " in text and str(tmp_path / "cache") in text and "0 kernels" in text
+    assert not re.search(r"\d{12}", text.split("Compilers")[1].split("Targets")[0]), "a compiler is shown without its file's time"
     store = flashgen.cache.current()
     store.put_index("a" * 64, {"binary": "b"})
     assert "1 index entries" in run(capsys, "info")
@@ -146,7 +148,11 @@ def test_tune_prints_its_tables_and_the_cache_tells_and_forgets_the_winners(caps
     assert "predicted ms" in text and "tiler's" in text and "forward: " in text and "backward" not in text
     held = run(capsys, "cache", "info")
     assert "1 tuned problems" in held and "tuned: forward, float32, head dims 16/16, short" in held and "block_q=" in held
+    assert "(k <= q + kv_len - q_len; no score), on" in held and "not used" not in held
     assert "tuned: forward" in run(capsys, "info")
+    (path,) = (tmp_path / "cache").rglob("*.jsonl")
+    path.write_text(path.read_text().replace(flashgen.cache.package_digest(), "0" * 64))
+    assert "(of another version, not used)" in run(capsys, "cache", "info")
     assert "1 tuned problems" not in run(capsys, "cache", "clean") and "1 tuned problems" in run(capsys, "cache", "info")
     assert "and 1 tuned problems" in run(capsys, "cache", "clean", "--tuning")
     held = run(capsys, "cache", "info")
@@ -188,6 +194,13 @@ def test_trouble_of_the_users_files_is_one_line(capsys, tmp_path, monkeypatch):
     assert "ZeroDivisionError" in fail(capsys, "emit", "--variant", "broken_variants:x")
     assert "takes no argument" in fail(capsys, "emit", "--variant", "needy_variants:made")
     assert "Choose another path" in fail(capsys, "emit", "--output", str(tmp_path / "broken_variants.py" / "kernel.cu"))
+
+
+def test_a_factory_without_its_parentheses_is_an_error(capsys):
+    assert "call it, sliding_window(left, right)" in fail(capsys, "explain", "--variant", "sliding_window")
+    assert "call it, Variant(head_dim, mask, score, scale, sink)" in fail(capsys, "emit", "--variant", "Variant")
+    assert "write mask(...)" in fail(capsys, "mask", "--variant", "lambda b, h, q, k: k <= q")
+    assert "k <= q (bounds" in run(capsys, "explain", "--variant", "mask(lambda b, h, q, k: k <= q)", "--target", "sm80")
 
 
 def test_a_picture_of_any_length_makes_no_tensors(capsys):

@@ -30,6 +30,17 @@ def packed(q=None, k=None, v=None, cu=(0, 3, 8), **kw):
     )
 
 
+FLAGS = torch.tensor([True, False, True])
+
+
+def by_head(table):
+    return lambda s, b, h, q, k: torch.where(k < q, s + table[h.long()], s)
+
+
+def by_item(table):
+    return lambda s, b, h, q, k: s + table[q, b]
+
+
 CASES = {
     "q is no tensor": (lambda: call([1, 2]), fg.VariantError, "q is a list"),
     "rank": (lambda: call(t(4, 8, 16)), fg.ShapeError, "4 dimensions"),
@@ -68,6 +79,24 @@ CASES = {
     "block mask shape": (lambda: call(variant=fg.Variant(mask=fg.block_sparse(torch.ones(3, 2, dtype=torch.bool), 4))), fg.ShapeError, "number of blocks"),
     "document too short": (lambda: call(variant=fg.Variant(mask=fg.document(torch.zeros(5, dtype=torch.int32)))), fg.ShapeError, "at least"),
     "alibi heads": (lambda: call(variant=fg.Variant(score=fg.alibi(t(3)))), fg.ShapeError, "number of query heads"),
+    "table short of heads": (
+        lambda: call(variant=fg.Variant(score=by_head(t(2)))),
+        fg.ShapeError,
+        "dimension 0 is indexed by h and holds 2, there are 4 query heads",
+    ),
+    "mask short of heads": (lambda: call(variant=fg.Variant(mask=lambda b, h, q, k: (k <= q) & FLAGS[h])), fg.ShapeError, "indexed by h and holds 3"),
+    "table short of items": (
+        lambda: call(variant=fg.Variant(score=by_item(t(8, 1)))),
+        fg.ShapeError,
+        "dimension 1 is indexed by b and holds 1, there are 2 batch",
+    ),
+    "table short of sequences": (lambda: packed(cu=(0, 2, 3, 8), variant=fg.Variant(score=by_item(t(8, 2)))), fg.ShapeError, "holds 2, there are 3 batch"),
+    "input short of heads": (
+        lambda: call(variant=fg.Variant(score=by_head(fg.input("t", ndim=1))), inputs={"t": t(3)}),
+        fg.ShapeError,
+        "indexed by h and holds 3",
+    ),
+    "flex table short of heads": (lambda: fg.flex_attention(*3 * [t(1, 4, 8, 16)], score_mod=by_head(t(3))), fg.ShapeError, "indexed by h and holds 3"),
     "even relative table": (lambda: fg.relative_bias(t(8)), fg.ShapeError, "odd"),
     "scale": (lambda: fg.Variant(scale=float("nan")), fg.VariantError, "finite"),
     "scale type": (lambda: fg.Variant(scale="big"), fg.VariantError, "scale"),
@@ -106,6 +135,27 @@ def test_misuse(name):
     attempt, kind, text = CASES[name]
     with pytest.raises(kind, match=text):
         attempt()
+
+
+def test_a_table_may_be_short_where_a_condition_guards_the_index():
+    few, many = t(2), torch.randn(4)
+    many[:2] = few
+    guarded = lambda table: lambda s, b, h, q, k: torch.where(h < 2, s + table[torch.clamp(h, max=1)], s)  # noqa: E731
+    plain = lambda table: lambda s, b, h, q, k: torch.where(h < 2, s + table[h], s)  # noqa: E731
+    q, k, v = t(2, 4, 8, 16), t(2, 2, 8, 16), t(2, 2, 8, 16)
+    outs = [call(q, k, v, variant=fg.Variant(score=f)) for f in (guarded(few), plain(few), plain(many))]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    own = fg.mask(lambda b, h, q, k: h < 2)
+    outs = [call(q, k, v, variant=fg.Variant(mask=own, score=lambda s, b, h, q, k, table=table: s + table[h])) for table in (few, many)]
+    assert torch.equal(*outs)
+    outs = [call(q, k, v, variant=fg.Variant(mask=lambda b, h, q, k, n=n: (h < 2) & FLAGS[:n][h])) for n in (2, 3)]
+    assert torch.equal(*outs)
+    assert call(variant=fg.Variant(score=lambda s, b, h, q, k: s + few[h // 2])).shape == (2, 4, 8, 16)
+
+
+def test_a_table_short_of_heads_is_an_error_under_compile():
+    with pytest.raises(Exception, match="indexed by h and holds 3"):
+        torch.compile(lambda q: fg.flex_attention(q, q, q, score_mod=by_head(FLAGS.float())), backend="aot_eager", fullgraph=True)(t(1, 4, 8, 16))
 
 
 def test_kinds_are_also_the_builtin_errors():

@@ -24,8 +24,8 @@ LAYERS = (
     {"build", "cache", "records", "pipeline", "workers"},
     {"launch", "bound", "workspaces", "tensor_map", "measured", "progress", "tune"},
     {
-        "reference", "calls", "passes", "runs", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures", "block_mask", "flex",
-        "hf", "bench", "generated", "info", "__init__", "__main__",
+        "reference", "evaluate", "calls", "passes", "runs", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures",
+        "block_mask", "flex", "hf", "bench", "generated", "info", "__init__", "__main__",
     },
 )  # fmt: skip
 LONG_LINES = 300  # a file above this is warned about: it probably does two jobs

@@ -99,6 +99,25 @@ def test_compile_with_aux_sink_and_varlen():
     torch.testing.assert_close(aux.max_scores[:, :20], dense[2][0], atol=2e-6, rtol=1e-5)
 
 
+def test_compile_takes_one_tensor_twice():
+    q, k, _ = qkv()
+    kernel = fg.compile(fg.Variant(mask=fg.causal))
+    packed = [t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k)]
+    cu = torch.tensor([0, 20, 33], dtype=torch.int32)
+    calls = {
+        "k is v": (lambda: kernel(q, k, k), (q, k)),
+        "q is k is v": (lambda: kernel(q, q, q), (q,)),
+        "flex_attention": (lambda: fg.flex_attention(q, k, k), (q, k)),
+        "cu_seqlens": (lambda: kernel.varlen(packed[0], packed[1], packed[1], cu_seqlens_q=cu, cu_seqlens_k=cu), packed),
+    }
+    for name, (call, leaves) in calls.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        got, want = (torch.autograd.grad(f().square().sum(), leaves) for f in (compiled, call))
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_autocast_runs_in_its_dtype_and_gradients_keep_theirs():
     q, k, v = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -55,8 +56,35 @@ def test_size_classes():
 
 def test_explain_names_what_binds_and_what_was_proved():
     text = fg.compile(fg.Variant(head_dim=64, mask=fg.causal & fg.sliding_window(1023, 0)), target="sm90a").explain()
-    for part in ("k <= q + kv_len - q_len", "What bounds the tile", "Roofline", "4 N^2 + 4 N d", "N^2 d^2 / M", "never loaded", "sm90a"):
+    assert "k <= q + kv_len - q_len and k >= q + kv_len - q_len - 1023 (bounds of the loop; the mask itself is tested in partial tiles)" in text
+    for part in ("pairs of visited tiles", "What bounds the tile", "Roofline", "4 N^2 + 4 N d", "N^2 d^2 / M", "never loaded", "sm90a"):
         assert part in text, part
+
+
+GRID = fg.neighborhood((32, 32), (7, 7))
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [(fg.causal, 1024 * 1025 // 2), (fg.sliding_window(99, 0), 1024 * 100 - 99 * 50), (GRID, 1024 * 49), (fg.document(torch.arange(1024) // 100), 10 * 100**2 + 24**2)],
+    ids=["causal", "window", "grid", "documents"],
+)
+def test_explain_says_how_much_of_the_visited_tiles_is_visible(mask, pairs):
+    q = torch.empty(1, 1, 1024, 64)
+    text = fg.compile(fg.Variant(mask=mask), target="cpu").explain(q, q, q)
+    rows, columns, full, partial = map(int, re.search(r"Tiles of (\d+) x (\d+) per head: (\d+) full .*?, (\d+) partial", text).groups())
+    share = int(re.search(r"Visible: about (\d+)% of the pairs in the tiles that are visited", text)[1]) / 100
+    assert abs(share - pairs / (rows * columns * (full + partial))) < 0.01
+
+
+def test_explain_says_bounds_as_they_are_written_and_only_what_differs():
+    text = fg.compile(fg.Variant(head_dim=128, mask=GRID), target="sm80").explain()
+    assert "k >= 32 * min(max(q // 32 - 3, 0), 25) and k <= 32 * min(max(q // 32 - 3, 0), 25) + 223 (" in text
+    rejected = re.search(r"rejected, by their fields that differ:\n((?:    .*\n)+)", text)[1]
+    own = set(re.search(r"  sm80 forward: (.*)", text)[1].split(", "))
+    for line in rejected.splitlines():
+        fields = line.strip().split(": ")[0]
+        assert fields == "..." or (fields and not own & set(fields.split(", "))), line
 
 
 def test_explain_names_the_busiest_unit_of_a_hopper_tile():

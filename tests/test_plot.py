@@ -92,3 +92,11 @@ def test_an_old_run_without_bytes_is_refused():
 def test_what_no_call_takes_is_not_drawn(mask, options, message):
     with pytest.raises(flashgen.FlashgenError, match=message):
         flashgen.mask_text(mask, 8, 8, **options)
+
+
+def test_a_picture_needs_a_table_no_further_than_the_head_that_is_drawn():
+    few = torch.tensor([4, 64])
+    text = [flashgen.mask_text(lambda b, h, q, k: k < few[h], 8, 64, head=head, block_q=8, block_kv=8) for head in (0, 1)]
+    assert text == ["▒·······", "████████"]
+    with pytest.raises(flashgen.ShapeError, match="indexed by h and holds 2"):
+        flashgen.mask_text(lambda b, h, q, k: k < few[h], 8, 64, head=2)

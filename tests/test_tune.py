@@ -304,6 +304,7 @@ def test_bars_are_shown_on_a_terminal_alone(monkeypatch, capsys):
             progress("timing", 2, 2)
         error = capsys.readouterr().err
         assert ("forward: compiling" in error and "forward: timing" in error and "2/2" in error) == expected, error
+        assert error.count("flashgen: tuning the forward, 2 plans\n") == (not terminal)
 
 
 def test_tune_takes_a_truth_value():
