@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import bounds, derivative, ranges
+from . import bounds, derivative, diagonals, ranges
 from .form import Form
 from .language import FLOATS
 from .operations import UNARY_REAL
@@ -43,6 +43,7 @@ class Facts:
     listed: tuple[int, ...]  # capture slots that say which blocks are visible
     bounded: tuple[int, ...]  # capture slots whose bounds over a tile decide its class
     block: int  # size of the explicit blocks, 0 without any
+    diagonal: tuple[int, ...]  # capture slots whose gradient is made of sums along q - k
 
     @property
     def sentences(self) -> list[str]:
@@ -90,7 +91,7 @@ def analyze(form: Form) -> Facts:
         data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
-        block=max((x.size for x in blocks if x.size > 1), default=0),
+        block=max((x.size for x in blocks if x.size > 1), default=0), diagonal=diagonals.slots(form),
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm90_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward", group=2), HOPPER),
         Golden("sm90_learned_table_backward_bfloat16", _learned_table, _problem("bfloat16", 64, "backward", dlse=True, out_low=True), HOPPER),
         Golden("sm90_own_functions_backward_deterministic_float16", _own_functions, _problem("float16", 64, "backward", deterministic=True), HOPPER),
+        Golden("sm90_causal_backward_deterministic_bfloat16", _causal, _problem("bfloat16", 128, "backward", deterministic=True), HOPPER),
         Golden("sm90_varlen_causal_forward_bfloat16", _causal, _problem("bfloat16", 128, group=4, layout="varlen"), HOPPER),
         Golden("sm90_varlen_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward", group=4, layout="varlen"), HOPPER),
         Golden(

@@ -1,5 +1,5 @@
 // Attention backward written by flashgen: sm90a, bfloat16, head dims 128/128, family sm90.
-// Keys of a row: k <= q + kv_len - q_len and k in a block of capture_0[floordiv(q, 128), floordiv(k, 128)].
+// Keys of a row: k <= q + kv_len - q_len and k in a block of capture_0[q // 128, k // 128].
 // Tiles are empty, full or partial by interval evaluation with the bounds of captured tensors over the tile.
 // What is not visible is skipped by closed-form bounds, the explicit blocks of capture_0.
 
@@ -17,6 +17,7 @@ constexpr int BLOCK_Q = 64;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
 constexpr int CONSUMER_REGISTERS = 232;
+constexpr int DIAGONALS = 0;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
 constexpr int DK_REGISTERS = 64;
@@ -30,12 +31,20 @@ constexpr int DQ_SMEM_BYTES = 115712;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
+constexpr int HALVES = 0;
+constexpr int LATE_DK = 0;
+constexpr int LISTED = 0;
+constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
 constexpr int PRODUCER_REGISTERS = 40;
+constexpr int Q_STAGES = 2;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
 constexpr int SMEM_BYTES = 198656;
+constexpr int SMS = 132;
 constexpr int STAGES = 2;
+constexpr int SUM_BYTES = 16777216;
+constexpr int SUM_SLOTS = 3;
 constexpr int WIDE = 0;
 
 #include "fg/math.cuh"
@@ -137,6 +146,7 @@ struct Params {
   const unsigned char* capture_0;
   float* statistics;
   float* dq_sum;
+  int* progress;
   long long q_stride_b;
   long long q_stride_h;
   long long q_stride_l;
@@ -176,6 +186,9 @@ struct Params {
   int q_tiles;
   int kv_tiles;
   int section;
+  int sum_heads;
+  int sum_sections;
+  int finish_blocks;
 };
 
 struct Lens { int q_len, kv_len; };
@@ -345,9 +358,10 @@ FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b,
 
 // Which of the tiles of all rows and heads one is.
 FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((long long)b * p.heads + h) * p.q_tiles + tile; }
-// The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread.
-FG_FN float* dq_sum_tile(const Params& p, int b, int h, int tile) { return p.dq_sum + row_tile(p, b, h, tile) * (BLOCK_Q * DIM_QK); }
-// Statistics of one q tile a block, and zeros in its sum of dQ.
+// dQ is summed for SUM_SLOTS sections of p.sum_heads kv heads at a time, whose sums stay in L2; the next section's lie where those of the first of them lay.
+// The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread. place: of a head among the slots.
+FG_FN float* dq_sum_tile(const Params& p, int place, int tile) { return p.dq_sum + ((long long)place * p.q_tiles + tile) * (BLOCK_Q * DIM_QK); }
+// Statistics of one q tile a block, and zeros where dQ is first summed.
 extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
   constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
 
@@ -379,16 +393,20 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
       statistics[BLOCK_Q + i] = sum;
     }
   }
-  float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, b, h, tile));
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < 2 * p.sum_sections; i += 256) p.progress[i] = 0;
+  const int place = b * p.heads + h;
+  if (place >= SUM_SLOTS * p.sum_heads * GROUP) return;
+  float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, place, tile));
 #pragma unroll
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += 256) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
-constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
-__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
-__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
-__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2, FLAGS = 4;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * FLAGS; }
+__device__ __forceinline__ int head_of(int described) { return described / FLAGS % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / FLAGS / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
@@ -412,31 +430,101 @@ constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each war
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
-  T q[STAGES][BLOCK_Q * DIM_QK];
+  T q[Q_STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
   float dq[BLOCK_Q * DIM_QK];
-  float statistics[STAGES][2][BLOCK_Q];
-  fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
-  int tiles[STAGES];  // see describe
+  float statistics[Q_STAGES][2][BLOCK_Q];
+  fg::Barrier k_full, v_full, q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[STAGES], dout_empty[STAGES];
+  int tiles[Q_STAGES];  // see describe
   int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
+
+// dQ of 64 rows by one warpgroup, a warp's 16 rows each: the float32 sum, times scale, rounded to T. A thread reads what its likes in both warpgroups added.
+__device__ __forceinline__ void round_dq(const Params& p, float* from, int b, int h, int q_start, int q_len, int first_row, bool again) {
+  constexpr int SUMS = DIM_QK / 2, PARTS = SUMS / DQ_REGISTERS;  // registers of a thread, and the warpgroups that added them
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, q = first_row + warp * 16 + lane / 4;
+  float4* const sum = reinterpret_cast<float4*>(from) + threadIdx.x % 128;
+  T* const to = FG_ROWS(dq, b, h, q_start);
+  float4 x[SUMS / 4];
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; ++i) x[i] = fg::load_l2(sum + i * 128);
+  bool broken[2] = {false, false};  // a row holds something that is not finite
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+    for (int i = 0; i < DQ_REGISTERS; i += 16) {
+      unsigned y[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float4 four = i + 4 * j < DQ_REGISTERS ? x[(part * DQ_REGISTERS + i) / 4 + j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        y[0][j] = fg::pack<T>(four.x * p.scale, four.y * p.scale);
+        y[1][j] = fg::pack<T>(four.z * p.scale, four.w * p.scale);
+        broken[0] |= !(fabsf(four.x) + fabsf(four.y) < fg::infinity<float>());
+        broken[1] |= !(fabsf(four.z) + fabsf(four.w) < fg::infinity<float>());
+      }
+      const int own = i * 2 + lane % 4 * 8, d = part * DQ_COLUMNS + own;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 columns = fg::quad_transpose(y[r][0], y[r][1], y[r][2], y[r][3], lane);
+        if (q + r * 8 < q_len && own < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
+      }
+    }
+  if (again) {
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; ++i) sum[i * 128] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (__any_sync(fg::ALL_LANES, broken[0] || broken[1])) {
+    const Item at = item(p, b);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) repair_rows(p, at, uniform(p, at.lens, b, h), b, h, first_row + warp * 16 + half * 8, half ? broken[1] : broken[0]);
+  }
+}
+
+// Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
+// rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
+// complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
+// (`progress[sum_sections + section]` counts warpgroups).
+constexpr int LAG = SUM_SLOTS - 1;
+__device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
+__device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
+// dQ of a part of a section.
+__device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
+  const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
+  const int head = section * p.sum_heads * GROUP + place, b = head / p.heads, h = head - b * p.heads;
+  float* const sum = dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP + place, tile) + rows * (64 * DIM_QK);
+  round_dq(p, sum, b, h, 0, p.q_len, tile * BLOCK_Q + rows * 64, again);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
 
-  const fg::Work work = fg::nth_longest(blockIdx.x, p.kv_tiles, p.batch * p.kv_heads, p.section);
-  const int b = work.head / p.kv_heads, kv_head = work.head - b * p.kv_heads, k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const int over_keys = p.sum_heads * p.kv_tiles, rounding = blockIdx.x - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
+  if (rounding >= 0) {
+    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, nth = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
+    if (threadIdx.x == 0) fg::wait_turn(p.progress + section, heads_of(p, section) * p.kv_tiles);
+    __syncthreads();
+    if (nth < parts_of(p, section)) round_part(p, section, nth, false);
+    return;
+  }
+  const int section = blockIdx.x / over_keys, index = blockIdx.x - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
+  if (index >= here * p.kv_tiles) return;
+  const fg::Work work = fg::nth_longest(index, p.kv_tiles, here, p.section);
+  const int place = (section % SUM_SLOTS * p.sum_heads + work.head) * GROUP;  // of the first query head among the sums of dQ
+  const int k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const int b = (first_head + work.head) / p.kv_heads, kv_head = first_head + work.head - b * p.kv_heads;
   const Lens lens = item(p, b).lens;
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < Q_STAGES; ++i) {
       fg::barrier_init(smem.q_full[i], 1);
       fg::barrier_init(smem.q_empty[i], 8);
+    }
+    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.dout_full[i], 1);
       fg::barrier_init(smem.dout_empty[i], 8);
     }
@@ -457,24 +545,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::barrier_expect(smem.v_full, sizeof(smem.v));
         fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
       }
-      fg::Ring<STAGES> ring;
-      auto load = [&](int described) {
+      fg::Ring<Q_STAGES> q_ring;
+      fg::Ring<STAGES> ring;  // of dO
+      auto visit = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
+        fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
         if (lane == 0) {
-          smem.tiles[ring.slot] = described;
-          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
+          smem.tiles[q_ring.slot] = described;
+          fg::barrier_expect(smem.q_full[q_ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[q_ring.slot], p.map_q, smem.q_full[q_ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[q_ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[q_ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
           fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_AGAIN);
         }
+        q_ring.advance();
         ring.advance();
       };
-      int found = -1;  // the tile found last: loaded once it is known whether another one follows
+
+      int found = -1;  // the tile found last: visited once it is known whether another one follows
 #pragma unroll 1
       for (int head = 0; head < GROUP; ++head) {
         const Uniform u = uniform(p, lens, b, kv_head * GROUP + head);
@@ -495,29 +586,31 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
           }
           if (!(some >> (tile - window) & 1)) continue;
           bool partial = k_first + BLOCK_KV > lens.kv_len || !(full >> (tile - window) & 1);
-          if (found >= 0) load(found);
+          if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
         }
       }
       if (found >= 0) {
-        load(found | LAST_TILE);
+        visit(found | LAST_TILE);
       } else if (lane == 0) {
         smem.tiles[0] = found;
         fg::barrier_arrive(smem.q_full[0]);
       }
     } else if (warp == 1) {
       constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
+      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
+      __syncwarp();
       fg::group_arrive(DQ_FREE, 160);
       fg::group_arrive(DQ_FREE + 1, 160);
 #pragma unroll 1
       while (true) {
         int described;
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          fg::group_sync(DQ_READY + part, 160);
-          described = fg::shared_int(smem.dq_tiles[part]);
+        for (int half = 0; half < 2; ++half) {
+          fg::group_sync(DQ_READY + half, 160);
+          described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(dq_sum_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)) + part * PART, smem.dq + part * PART, PART * sizeof(float));
+            fg::bulk_add(dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
@@ -529,6 +622,10 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
         __syncwarp();
         fg::group_arrive(DQ_FREE + 1, 160);
       }
+      if (lane == 0) {
+        fg::tma_store_wait();  // all that this block adds is in the sums
+        fg::end_turn(p.progress + section);
+      }
     }
     return;
   }
@@ -537,7 +634,8 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
-  fg::Ring<STAGES> ring;
+  fg::Ring<Q_STAGES> q_ring;  // of queries with their statistics and descriptions
+  fg::Ring<STAGES> ring;      // of dO and dS
   float dv[DV_REGISTERS];
 #pragma unroll
   for (int i = 0; i < DV_REGISTERS; ++i) dv[i] = 0.0f;
@@ -559,21 +657,52 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
     if (lane == 0) fg::barrier_arrive(empty);
   };
 
+  if (section >= LAG) {  // while keys and queries are on their way
+    const int before = section - LAG, parts = parts_of(p, before), share = (parts + here * p.kv_tiles - 1) / (here * p.kv_tiles);
+    if (threadIdx.x % 128 == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
+    fg::group_sync(OWN_BARRIER + group, 128);
+#pragma unroll 1
+    for (int nth = index * share + group; nth < min((index + 1) * share, parts); nth += 2) round_part(p, before, nth, before + SUM_SLOTS < p.sum_sections);
+    fg::group_sync(OWN_BARRIER + group, 128);
+    if (threadIdx.x % 128 == 0) {
+      fg::end_turn(p.progress + p.sum_sections + before);
+    }
+  }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
+  // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.
+  auto start_dq = [&](float (&dq)[DQ_REGISTERS]) {
+    fg::keep(dq);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 16; ++i)
+      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
+    fg::wgmma_commit();
+  };
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned q_slot, unsigned thread) {
+    const int described = fg::shared_int(smem.tiles[q_slot]);  // again, which saves a register
+    fg::group_sync(DQ_FREE + group, 160);
+    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
+#pragma unroll
+    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    if (thread % 128 == 0) smem.dq_tiles[group] = described;
+    fg::async_proxy_fence();
+    fg::group_arrive(DQ_READY + group, 160);
+  };
+
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
 #pragma unroll 1
   while (more) {
-    fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
+    fg::barrier_wait(smem.q_full[q_ring.slot], q_ring.parity);
     float s[SCORES], dp[SCORES];
     fg::keep(s);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DIM_QK / 16; ++i)
-      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
+      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + q_ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
-    const int described = fg::shared_int(smem.tiles[ring.slot]);
+    const int described = fg::shared_int(smem.tiles[q_ring.slot]);
     const bool is_partial = fg::uniform(described & PARTIAL_TILE);
     if (GROUP > 1 && fg::uniform(head_of(described) != head)) {
       head = head_of(described);
@@ -589,8 +718,8 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
       multiply_scores(dp, fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, BLOCK_KV>(i), fg::descriptor<COLUMNS_V>(dout_low + ring.slot * DOUT_SLOT) + fg::step_across<COLUMNS_V, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
 
-    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
-    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
+    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][0]) + lane % 4;
+    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][1]) + lane % 4;
 
     auto exponentiate = [&]() {
 #pragma unroll
@@ -663,12 +792,7 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
     fg::async_proxy_fence();
     fg::group_sync(BOTH_BARRIER, 256);  // both warpgroups' dS are there
     float dq[DQ_REGISTERS];
-    fg::keep(dq);
-    fg::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 16; ++i)
-      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
-    fg::wgmma_commit();
+    start_dq(dq);
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
@@ -676,22 +800,16 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)
-      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
+      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + q_ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    const int again = fg::shared_int(smem.tiles[ring.slot]);  // which saves a register
-    fg::group_sync(DQ_FREE + group, 160);
-    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
-#pragma unroll
-    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    if (thread % 128 == 0) smem.dq_tiles[group] = again;
-    fg::async_proxy_fence();
-    fg::group_arrive(DQ_READY + group, 160);
-    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
+    add_dq(dq, q_ring.slot, thread);
+    more = fg::uniform(!(fg::shared_int(smem.tiles[q_ring.slot]) & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
-    release(smem.q_empty[ring.slot]);
+    release(smem.q_empty[q_ring.slot]);
+    q_ring.advance();
     ring.advance();
   }
   fg::group_sync(DQ_FREE + group, 160);
@@ -727,40 +845,4 @@ if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  
     fg::tma_store_commit();
   }
   if (threadIdx.x % 128 == 0) fg::tma_store_wait_read();  // shared memory must outlive the copies
-}
-
-// dQ of one q tile a block: the float32 sum, times scale, rounded to T. A thread reads what its like in backward_main added.
-extern "C" __global__ void __launch_bounds__(256, 4) backward_finish(const __grid_constant__ Params p) {
-
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
-  const int part = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const float4* const sum = reinterpret_cast<const float4*>(dq_sum_tile(p, b, h, tile)) + part * (DQ_REGISTERS * 32) + threadIdx.x % 128;
-  T* const to = FG_ROWS(dq, b, h, 0);
-  const int first_row = tile * BLOCK_Q + warp * 16, column = part * DQ_COLUMNS;
-  const int q = first_row + lane / 4;
-  bool broken[2] = {false, false};  // a row holds something that is not finite
-#pragma unroll
-  for (int i = 0; i < DQ_REGISTERS; i += 16) {
-    unsigned x[2][4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float4 four = i + 4 * j < DQ_REGISTERS ? sum[(i + 4 * j) * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      x[0][j] = fg::pack<T>(four.x * p.scale, four.y * p.scale);
-      x[1][j] = fg::pack<T>(four.z * p.scale, four.w * p.scale);
-      broken[0] |= !(fabsf(four.x) + fabsf(four.y) < fg::infinity<float>());
-      broken[1] |= !(fabsf(four.z) + fabsf(four.w) < fg::infinity<float>());
-    }
-    const int d = column + i * 2 + lane % 4 * 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint4 columns = fg::quad_transpose(x[r][0], x[r][1], x[r][2], x[r][3], lane);
-      if (q + r * 8 < q_len && i * 2 + lane % 4 * 8 < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
-    }
-  }
-  if (__syncthreads_or(broken[0] || broken[1])) {
-    const Item at = item(p, b);
-    const Uniform u = uniform(p, at.lens, b, h);
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) repair_rows(p, at, u, b, h, first_row + half * 8, half ? broken[1] : broken[0]);
-  }
 }

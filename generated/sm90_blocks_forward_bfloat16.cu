@@ -1,5 +1,5 @@
 // Attention forward written by flashgen: sm90a, bfloat16, head dims 128/128, family sm90.
-// Keys of a row: k <= q + kv_len - q_len and k in a block of capture_0[floordiv(q, 128), floordiv(k, 128)].
+// Keys of a row: k <= q + kv_len - q_len and k in a block of capture_0[q // 128, k // 128].
 // Tiles are empty, full or partial by interval evaluation with the bounds of captured tensors over the tile.
 // What is not visible is skipped by closed-form bounds, the explicit blocks of capture_0.
 

@@ -15,7 +15,8 @@ constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 64;
 constexpr int COLUMNS_QK = 32;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 240;
+constexpr int CONSUMER_REGISTERS = 232;
+constexpr int DIAGONALS = 1;
 constexpr int DIM_QK = 64;
 constexpr int DIM_V = 64;
 constexpr int DK_REGISTERS = 32;
@@ -29,12 +30,20 @@ constexpr int DQ_SMEM_BYTES = 58368;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 32;
-constexpr int OVERLAP = 0;
-constexpr int PRODUCER_REGISTERS = 24;
+constexpr int HALVES = 0;
+constexpr int LATE_DK = 0;
+constexpr int LISTED = 0;
+constexpr int ORDERED = 0;
+constexpr int OVERLAP = 1;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int Q_STAGES = 2;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 0;
 constexpr int SMEM_BYTES = 116736;
+constexpr int SMS = 132;
 constexpr int STAGES = 2;
+constexpr int SUM_BYTES = 16777216;
+constexpr int SUM_SLOTS = 3;
 constexpr int WIDE = 0;
 
 #include "fg/math.cuh"
@@ -125,6 +134,7 @@ struct Params {
   real* grad_0;
   float* statistics;
   float* dq_sum;
+  int* progress;
   long long q_stride_b;
   long long q_stride_h;
   long long q_stride_l;
@@ -167,6 +177,9 @@ struct Params {
   int q_tiles;
   int kv_tiles;
   int section;
+  int sum_heads;
+  int sum_sections;
+  int finish_blocks;
 };
 
 struct Lens { int q_len, kv_len; };
@@ -249,9 +262,10 @@ FG_FN float log2_sum(float lse) { return lse == -fg::infinity<float>() ? fg::inf
 
 // Which of the tiles of all rows and heads one is.
 FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((long long)b * p.heads + h) * p.q_tiles + tile; }
-// The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread.
-FG_FN float* dq_sum_tile(const Params& p, int b, int h, int tile) { return p.dq_sum + row_tile(p, b, h, tile) * (BLOCK_Q * DIM_QK); }
-// Statistics of one q tile a block, and zeros in its sum of dQ.
+// dQ is summed for SUM_SLOTS sections of p.sum_heads kv heads at a time, whose sums stay in L2; the next section's lie where those of the first of them lay.
+// The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread. place: of a head among the slots.
+FG_FN float* dq_sum_tile(const Params& p, int place, int tile) { return p.dq_sum + ((long long)place * p.q_tiles + tile) * (BLOCK_Q * DIM_QK); }
+// Statistics of one q tile a block, and zeros where dQ is first summed.
 extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
   constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
 
@@ -285,16 +299,20 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
       statistics[BLOCK_Q + i] = sum;
     }
   }
-  float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, b, h, tile));
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < 2 * p.sum_sections; i += 256) p.progress[i] = 0;
+  const int place = b * p.heads + h;
+  if (place >= SUM_SLOTS * p.sum_heads * GROUP) return;
+  float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, place, tile));
 #pragma unroll
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += 256) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
-constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
-__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
-__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
-__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2, FLAGS = 4;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * FLAGS; }
+__device__ __forceinline__ int head_of(int described) { return described / FLAGS % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / FLAGS / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
@@ -308,6 +326,7 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 //   k_full, v_full     the block's own keys and values, once
 //   q_full, q_empty    a tile of queries, its statistics, and its description in `tiles`
 //   dout_full, ..empty a tile of dO
+//   ds_full, ds_empty  a tile of dS, for those who sum its diagonals
 // Whoever fills waits for "empty" with the parity of the round before (a fresh barrier lets it pass), whoever reads waits for "full" with that of this round.
 
 constexpr int THREADS = 384;
@@ -318,33 +337,99 @@ constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each war
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
-  T q[STAGES][BLOCK_Q * DIM_QK];
+  T q[Q_STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
   float dq[BLOCK_Q * DIM_QK];
-  float statistics[STAGES][2][BLOCK_Q];
-  fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
-  int tiles[STAGES];  // see describe
+  float statistics[Q_STAGES][2][BLOCK_Q];
+  fg::Barrier k_full, v_full, q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[STAGES], dout_empty[STAGES];
+  fg::Barrier ds_full[STAGES], ds_empty[STAGES];
+  int tiles[Q_STAGES];  // see describe
+  int ds_tiles[STAGES];  // whose dS it is; < 0: no more
   int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
+
+// dQ of 64 rows by one warpgroup, a warp's 16 rows each: the float32 sum, times scale, rounded to T. A thread reads what its likes in both warpgroups added.
+__device__ __forceinline__ void round_dq(const Params& p, float* from, int b, int h, int q_start, int q_len, int first_row, bool again) {
+  constexpr int SUMS = DIM_QK / 2, PARTS = SUMS / DQ_REGISTERS;  // registers of a thread, and the warpgroups that added them
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, q = first_row + warp * 16 + lane / 4;
+  float4* const sum = reinterpret_cast<float4*>(from) + threadIdx.x % 128;
+  T* const to = FG_ROWS(dq, b, h, q_start);
+  float4 x[SUMS / 4];
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; ++i) x[i] = fg::load_l2(sum + i * 128);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+    for (int i = 0; i < DQ_REGISTERS; i += 16) {
+      unsigned y[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float4 four = i + 4 * j < DQ_REGISTERS ? x[(part * DQ_REGISTERS + i) / 4 + j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        y[0][j] = fg::pack<T>(four.x * p.scale, four.y * p.scale);
+        y[1][j] = fg::pack<T>(four.z * p.scale, four.w * p.scale);
+      }
+      const int own = i * 2 + lane % 4 * 8, d = part * DQ_COLUMNS + own;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 columns = fg::quad_transpose(y[r][0], y[r][1], y[r][2], y[r][3], lane);
+        if (q + r * 8 < q_len && own < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
+      }
+    }
+  if (again) {
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; ++i) sum[i * 128] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+// Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
+// rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
+// complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
+// (`progress[sum_sections + section]` counts warpgroups).
+constexpr int LAG = SUM_SLOTS - 1;
+__device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
+__device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
+// dQ of a part of a section.
+__device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
+  const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
+  const int head = section * p.sum_heads * GROUP + place, b = head / p.heads, h = head - b * p.heads;
+  float* const sum = dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP + place, tile) + rows * (64 * DIM_QK);
+  round_dq(p, sum, b, h, 0, p.q_len, tile * BLOCK_Q + rows * 64, again);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
 
-  const fg::Work work = fg::nth_longest(blockIdx.x, p.kv_tiles, p.batch * p.kv_heads, p.section);
-  const int b = work.head / p.kv_heads, kv_head = work.head - b * p.kv_heads, k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const int over_keys = p.sum_heads * p.kv_tiles, rounding = blockIdx.x - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
+  if (rounding >= 0) {
+    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, nth = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
+    if (threadIdx.x == 0) fg::wait_turn(p.progress + section, heads_of(p, section) * p.kv_tiles);
+    __syncthreads();
+    if (nth < parts_of(p, section)) round_part(p, section, nth, false);
+    return;
+  }
+  const int section = blockIdx.x / over_keys, index = blockIdx.x - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
+  if (index >= here * p.kv_tiles) return;
+  const fg::Work work = fg::nth_longest(index, p.kv_tiles, here, p.section);
+  const int place = (section % SUM_SLOTS * p.sum_heads + work.head) * GROUP;  // of the first query head among the sums of dQ
+  const int k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
+  const int b = (first_head + work.head) / p.kv_heads, kv_head = first_head + work.head - b * p.kv_heads;
   const Lens lens = item(p, b).lens;
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < Q_STAGES; ++i) {
       fg::barrier_init(smem.q_full[i], 1);
       fg::barrier_init(smem.q_empty[i], 8);
+    }
+    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.dout_full[i], 1);
       fg::barrier_init(smem.dout_empty[i], 8);
+      fg::barrier_init(smem.ds_full[i], 1);
+      fg::barrier_init(smem.ds_empty[i], 2);
     }
     fg::barrier_init_fence();
   }
@@ -363,24 +448,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::barrier_expect(smem.v_full, sizeof(smem.v));
         fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
       }
-      fg::Ring<STAGES> ring;
-      auto load = [&](int described) {
+      fg::Ring<Q_STAGES> q_ring;
+      fg::Ring<STAGES> ring;  // of dO
+      auto visit = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
+        fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
         if (lane == 0) {
-          smem.tiles[ring.slot] = described;
-          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
+          smem.tiles[q_ring.slot] = described;
+          fg::barrier_expect(smem.q_full[q_ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[q_ring.slot], p.map_q, smem.q_full[q_ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[q_ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[q_ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
           fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_AGAIN);
         }
+        q_ring.advance();
         ring.advance();
       };
-      int found = -1;  // the tile found last: loaded once it is known whether another one follows
+
+      int found = -1;  // the tile found last: visited once it is known whether another one follows
 #pragma unroll 1
       for (int head = 0; head < GROUP; ++head) {
         const Uniform u = uniform(p, lens, b, kv_head * GROUP + head);
@@ -391,29 +479,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         for (int tile = seen.begin / BLOCK_Q; tile < end; ++tile) {
           bool partial = k_first + BLOCK_KV > lens.kv_len;
           partial |= (tile + 1) * BLOCK_Q > lens.q_len;  // else rows past q_len, zeros with an lse of +inf, come to nothing by themselves
-          if (found >= 0) load(found);
+          if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
         }
       }
       if (found >= 0) {
-        load(found | LAST_TILE);
+        visit(found | LAST_TILE);
       } else if (lane == 0) {
         smem.tiles[0] = found;
         fg::barrier_arrive(smem.q_full[0]);
       }
     } else if (warp == 1) {
       constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
+      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
+      __syncwarp();
       fg::group_arrive(DQ_FREE, 160);
       fg::group_arrive(DQ_FREE + 1, 160);
 #pragma unroll 1
       while (true) {
         int described;
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          fg::group_sync(DQ_READY + part, 160);
-          described = fg::shared_int(smem.dq_tiles[part]);
+        for (int half = 0; half < 2; ++half) {
+          fg::group_sync(DQ_READY + half, 160);
+          described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(dq_sum_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)) + part * PART, smem.dq + part * PART, PART * sizeof(float));
+            fg::bulk_add(dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
@@ -425,6 +515,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         __syncwarp();
         fg::group_arrive(DQ_FREE + 1, 160);
       }
+      if (lane == 0) {
+        fg::tma_store_wait();  // all that this block adds is in the sums
+        fg::end_turn(p.progress + section);
+      }
+    } else {
+
+      // dS lies in shared memory as 16-bit pairs: queries in rows, keys 2 m and 2 m + 1 in column m. In step i lane l takes, of rows 2 i and 2 i + 1, the pair in column
+      // m = (i - l) % 32: its diagonals q - k are 2 l - 1, 2 l and 2 l + 1, all 64 less while m > i. So its sums stay its own, and the odd ones are the next lane's as well.
+      fg::Ring<STAGES> ring;
+      const int keys = warp - 2;
+#pragma unroll 1
+      while (true) {
+        fg::barrier_wait(smem.ds_full[ring.slot], ring.parity);
+        const int described = fg::shared_int(smem.ds_tiles[ring.slot]);
+        if (fg::uniform(described < 0)) break;
+#pragma unroll 1
+        for (int rows = 0; rows < BLOCK_Q; rows += 64) {
+          const unsigned block = fg::shared_address(smem.ds[ring.slot]) + (keys * BLOCK_Q + rows) * 128;
+          float below = 0.0f, on = 0.0f, above = 0.0f, below_far = 0.0f, on_far = 0.0f, above_far = 0.0f;
+#pragma unroll 4
+          for (int i = 0; i < 32; ++i) {
+            if (i == lane) {  // from here on m <= i
+              below_far = below, on_far = on, above_far = above;
+              below = on = above = 0.0f;
+            }
+            const int m = (i - lane) & 31, row = 2 * i;
+            const unsigned first = fg::shared_pair(block + row * 128 + ((m / 4 ^ row % 8) * 16 + m % 4 * 4));
+            const unsigned second = fg::shared_pair(block + (row + 1) * 128 + ((m / 4 ^ (row + 1) % 8) * 16 + m % 4 * 4));
+            below += fg::high_half<T>(first);
+            on += fg::low_half<T>(first) + fg::high_half<T>(second);
+            above += fg::low_half<T>(second);
+          }
+          const float from_next = __shfl_sync(fg::ALL_LANES, below, (lane + 1) % 32), from_next_far = __shfl_sync(fg::ALL_LANES, below_far, (lane + 1) % 32);
+          above += lane < 31 ? from_next : 0.0f;
+          above_far += lane < 31 ? from_next_far : from_next;
+          const Uniform u = uniform(p, lens, b, kv_head * GROUP + head_of(described));
+          const int k = k_first + keys * 64, q = tile_of(described) * BLOCK_Q + rows + 2 * lane;
+          auto add = [&](int difference, float sum) { capture_grads(p, u, row(p, u, q + difference), col(p, u, k), 0.0f, q + difference, k, sum); };
+          add(0, on);
+          add(1, above);
+          add(-64, on_far);
+          add(-63, above_far);
+        }
+        if (lane == 0) fg::barrier_arrive(smem.ds_empty[ring.slot]);
+        ring.advance();
+      }
     }
     return;
   }
@@ -433,7 +569,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   fg::registers_raise<CONSUMER_REGISTERS>();
   constexpr float multiplier = (float)fg::LOG2E;
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
-  fg::Ring<STAGES> ring;
+  fg::Ring<Q_STAGES> q_ring;  // of queries with their statistics and descriptions
+  fg::Ring<STAGES> ring;      // of dO and dS
   float dv[DV_REGISTERS];
 #pragma unroll
   for (int i = 0; i < DV_REGISTERS; ++i) dv[i] = 0.0f;
@@ -456,21 +593,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     if (lane == 0) fg::barrier_arrive(empty);
   };
 
+  if (section >= LAG) {  // while keys and queries are on their way
+    const int before = section - LAG, parts = parts_of(p, before), share = (parts + here * p.kv_tiles - 1) / (here * p.kv_tiles);
+    if (threadIdx.x % 128 == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
+    fg::group_sync(OWN_BARRIER + group, 128);
+#pragma unroll 1
+    for (int nth = index * share + group; nth < min((index + 1) * share, parts); nth += 2) round_part(p, before, nth, before + SUM_SLOTS < p.sum_sections);
+    fg::group_sync(OWN_BARRIER + group, 128);
+    if (threadIdx.x % 128 == 0) {
+      fg::end_turn(p.progress + p.sum_sections + before);
+    }
+  }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
+  auto describe_ds = [&]() {
+    if (threadIdx.x == 128) {
+      smem.ds_tiles[ring.slot] = fg::shared_int(smem.tiles[q_ring.slot]);
+      fg::barrier_arrive(smem.ds_full[ring.slot]);
+    }
+  };
+  // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.
+  auto start_dq = [&](float (&dq)[DQ_REGISTERS]) {
+    fg::keep(dq);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 16; ++i)
+      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
+    fg::wgmma_commit();
+  };
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned q_slot, unsigned thread) {
+    const int described = fg::shared_int(smem.tiles[q_slot]);  // again, which saves a register
+    fg::group_sync(DQ_FREE + group, 160);
+    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
+#pragma unroll
+    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    if (thread % 128 == 0) smem.dq_tiles[group] = described;
+    fg::async_proxy_fence();
+    fg::group_arrive(DQ_READY + group, 160);
+  };
+
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
 #pragma unroll 1
   while (more) {
-    fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
+    fg::barrier_wait(smem.q_full[q_ring.slot], q_ring.parity);
     float s[SCORES], dp[SCORES];
     fg::keep(s);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DIM_QK / 16; ++i)
-      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
+      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + q_ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
-    const int described = fg::shared_int(smem.tiles[ring.slot]);
+    const int described = fg::shared_int(smem.tiles[q_ring.slot]);
     const bool is_partial = fg::uniform(described & PARTIAL_TILE);
     if (GROUP > 1 && fg::uniform(head_of(described) != head)) {
       head = head_of(described);
@@ -488,14 +662,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       multiply_scores(dp, fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, BLOCK_KV>(i), fg::descriptor<COLUMNS_V>(dout_low + ring.slot * DOUT_SLOT) + fg::step_across<COLUMNS_V, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
 
-    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
-    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
+    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][0]) + lane % 4;
+    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][1]) + lane % 4;
 
-    // Score and lse to probability, then to d score; what is hidden is selected to 0 before captured tensors get their share.
-    auto differentiate = [&]() {
+    float slope[SCORES];
+    auto exponentiate = [&]() {
 #pragma unroll
       for (int i = 0; i < SCORES; i += 4) {
-        const float2 lse_i = lse[i], delta_i = delta[i];
+        const float2 lse_i = lse[i];
         if (i % 16 == 0) asm volatile("" ::: "memory");  // else all rows are loaded at once, into registers that are not there
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -503,25 +677,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           const Row row_q = row(p, u, q);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const int k = own_k + r * 8;
             float& x = s[i + 2 * r + e];
-            float& d = dp[i + 2 * r + e];
-            bool visible = !is_partial | ((q < lens.q_len) & (k < lens.kv_len));
-            const float scaled = x * p.scale;
-            float value, slope;
-            score_grad(p, u, row_q, cols[r], scaled, q, k, value, slope);
-            x = visible ? fg::approximate_exp2(value * multiplier - (e ? lse_i.y : lse_i.x)) : 0.0f;
-            d = visible ? x * (d - (e ? delta_i.y : delta_i.x)) : 0.0f;
-            if (visible) capture_grads(p, u, row_q, cols[r], scaled, q, k, d);
-            d = visible ? d * slope : 0.0f;
+            float value;
+            score_grad(p, u, row_q, cols[r], x * p.scale, q, own_k + r * 8, value, slope[i + 2 * r + e]);
+            x = fg::approximate_exp2(value * multiplier - (e ? lse_i.y : lse_i.x));
           }
         }
       }
     };
-    fg::wgmma_wait<0>();
+    auto differentiate = [&]() {
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4) {
+        const float2 delta_i = delta[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) dp[i + j] = s[i + j] * (dp[i + j] - (j % 2 ? delta_i.y : delta_i.x)) * slope[i + j];
+      }
+    };
+    fg::wgmma_wait<1>();
     fg::keep(s);
+    exponentiate();  // while dP is being computed
+    fg::wgmma_wait<0>();
     fg::keep(dp);
     differentiate();
+
+    auto hide = [&]() {
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int q = own_q + i * 2 + e;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            bool visible = own_k + r * 8 < lens.kv_len;
+            visible &= q < lens.q_len;
+            if (!visible) s[i + 2 * r + e] = dp[i + 2 * r + e] = 0.0f;
+          }
+        }
+    };
+    if (is_partial) hide();
     unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
@@ -532,6 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     unsigned thread = threadIdx.x;
     if (BLOCK_Q == 64) fg::opaque(thread);  // where registers are short, what follows from it is computed anew in every step
     const int staged_row = thread % 32 / 16 * 8 + thread % 8, staged_chunk = thread / 8 % 2 + thread / 32 % 4 * 2;
+    fg::barrier_wait(smem.ds_empty[ring.slot], ring.parity ^ 1);
     const unsigned staged = fg::shared_address(smem.ds[ring.slot]) + fg::chunk_offset<64, BLOCK_Q>(staged_row, group * 8 + staged_chunk);
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)  // 16 rows on, the swizzle is the same
@@ -544,13 +738,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_commit();
     fg::async_proxy_fence();
     fg::group_sync(BOTH_BARRIER, 256);  // both warpgroups' dS are there
+    describe_ds();
     float dq[DQ_REGISTERS];
-    fg::keep(dq);
-    fg::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 16; ++i)
-      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
-    fg::wgmma_commit();
+    start_dq(dq);
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
@@ -558,28 +748,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)
-      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
+      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + q_ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    const int again = fg::shared_int(smem.tiles[ring.slot]);  // which saves a register
-    fg::group_sync(DQ_FREE + group, 160);
-    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
-#pragma unroll
-    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    if (thread % 128 == 0) smem.dq_tiles[group] = again;
-    fg::async_proxy_fence();
-    fg::group_arrive(DQ_READY + group, 160);
-    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
+    add_dq(dq, q_ring.slot, thread);
+    more = fg::uniform(!(fg::shared_int(smem.tiles[q_ring.slot]) & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
-    release(smem.q_empty[ring.slot]);
+    release(smem.q_empty[q_ring.slot]);
+    q_ring.advance();
     ring.advance();
   }
   fg::group_sync(DQ_FREE + group, 160);
   if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
   __syncwarp();
   fg::group_arrive(DQ_READY + group, 160);
+  if (threadIdx.x == 128) {
+    fg::barrier_wait(smem.ds_empty[ring.slot], ring.parity ^ 1);
+    smem.ds_tiles[ring.slot] = -1;
+    fg::barrier_arrive(smem.ds_full[ring.slot]);
+  }
+  __syncwarp();
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll
@@ -609,31 +799,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::tma_store_commit();
   }
   if (threadIdx.x % 128 == 0) fg::tma_store_wait_read();  // shared memory must outlive the copies
-}
-
-// dQ of one q tile a block: the float32 sum, times scale, rounded to T. A thread reads what its like in backward_main added.
-extern "C" __global__ void __launch_bounds__(256, 4) backward_finish(const __grid_constant__ Params p) {
-
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
-  const int part = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const float4* const sum = reinterpret_cast<const float4*>(dq_sum_tile(p, b, h, tile)) + part * (DQ_REGISTERS * 32) + threadIdx.x % 128;
-  T* const to = FG_ROWS(dq, b, h, 0);
-  const int first_row = tile * BLOCK_Q + warp * 16, column = part * DQ_COLUMNS;
-  const int q = first_row + lane / 4;
-#pragma unroll
-  for (int i = 0; i < DQ_REGISTERS; i += 16) {
-    unsigned x[2][4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float4 four = i + 4 * j < DQ_REGISTERS ? sum[(i + 4 * j) * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      x[0][j] = fg::pack<T>(four.x * p.scale, four.y * p.scale);
-      x[1][j] = fg::pack<T>(four.z * p.scale, four.w * p.scale);
-    }
-    const int d = column + i * 2 + lane % 4 * 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint4 columns = fg::quad_transpose(x[r][0], x[r][1], x[r][2], x[r][3], lane);
-      if (q + r * 8 < q_len && i * 2 + lane % 4 * 8 < DQ_COLUMNS && d < HEAD_DIM_QK) *reinterpret_cast<uint4*>(to + (q + r * 8) * p.dq_stride_l + d) = columns;
-    }
-  }
 }

@@ -14,6 +14,8 @@ inline int __syncthreads_or(bool x) {
   __syncthreads();
   return any[calls & 1];
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned atomicOr(unsigned* p, unsigned x) { const unsigned old = *p; *p |= x; return old; }
 inline float atomicAdd(float* p, float x) { const float old = *p; *p += x; return old; }
 inline double atomicAdd(double* p, double x) { const double old = *p; *p += x; return old; }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { const unsigned long long old = *p; *p += x; return old; }
@@ -40,12 +42,29 @@ inline void bulk_load(void* to, const void* from, unsigned bytes, Barrier& b) {
 inline void bulk_add(float* to, const float* from, unsigned bytes) { for (unsigned i = 0; i < bytes / 4; ++i) to[i] += from[i]; }
 template <int N> void bulk_wait_read() {}
 inline void tma_store_wait() {}
+inline void wait_turn(const int* count, int turn) { if (*count != turn) { fprintf(stderr, "block %d waits for a turn that no block before it ends\n", (int)blockIdx.x); exit(5); } }
+inline void store_zeros(unsigned address) { memset(smem_bytes + address, 0, 16); }
+inline unsigned shared_pair(unsigned address) { unsigned x; memcpy(&x, smem_bytes + address, 4); return x; }
+inline float4 load_l2(const float4* p) { return *p; }
+inline void end_turn(int* count) { ++*count; }
 inline void reduce_add_4(float* to, float x0, float x1, float x2, float x3) { to[0] += x0; to[1] += x1; to[2] += x2; to[3] += x3; }
 }
 template <int N> void multiply_rows(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) { multiply_scores(d, a, b, accumulate); }
 template <int N> void add_dk(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dv(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dq(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
+// both with the depth down their rows
+template <int N> void multiply_dk(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
+  const emu::Operand x = emu::decode(a), y = emu::decode(b);
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  float left[2][16];
+  for (int r = 0; r < 2; ++r) for (int k = 0; k < 16; ++k) left[r][k] = emu::column_major(x, k, row + r * 8);
+  for (int i = 0; i < N; i += 4) for (int e = 0; e < 2; ++e) {
+    float right[16];
+    for (int k = 0; k < 16; ++k) right[k] = emu::column_major(y, k, i * 2 + lane % 4 * 2 + e);
+    for (int r = 0; r < 2; ++r) { float t = accumulate ? d[i + 2 * r + e] : 0.0f; for (int k = 0; k < 16; ++k) t += left[r][k] * right[k]; d[i + 2 * r + e] = t; }
+  }
+}
 // a by rows, b with the depth down its rows
 template <int N> void multiply_dq(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
   const emu::Operand x = emu::decode(a), y = emu::decode(b);

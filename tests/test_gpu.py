@@ -146,3 +146,46 @@ def test_a_captured_graph_reads_new_blocks():
     graph.replay()
     want = reference(variant, q.double(), k.double(), v.double())[0]
     assert (out.double() - want).norm() <= 0.01 * want.norm()
+
+
+HOPPER = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="of the kernels for Hopper")
+WINDOW = fg.causal & fg.sliding_window(left=300, right=0)
+
+
+@HOPPER
+def test_a_backward_of_hopper_sums_dq_in_memory_for_a_few_heads():
+    """At most 64 MiB beside the gradients, where a float32 copy of dq is 128."""
+    kernel, q, k, v = _causal(None, heads=8, kv_heads=8, length=16384)
+    out = kernel(q, k, v)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # builds
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    assert torch.cuda.max_memory_allocated() - before - _bytes(*gradients) <= 64 << 20
+
+
+@HOPPER
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", [None, fg.causal, WINDOW], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sections_of_dq_follow_each_other(dim, mask, deterministic):
+    """Many sections of one head each, against one for all; additions in order repeat bit by bit."""
+    q, k, v, dout = (torch.randn(2, heads, 1500, dim, device="cuda").bfloat16() for heads in (16, 8, 8, 16))
+    variant, found = fg.Variant(mask=mask), []
+    for plan in ({"sum_bytes": 1, "sms": 1}, {"sum_bytes": 1, "sms": 1}, {"sum_bytes": 2**31 - 1}):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        found.append(torch.autograd.grad(fg.compile(variant, deterministic=deterministic, plan=plan)(*inputs), inputs, dout))
+    for first, again, other in zip(*found):
+        assert not deterministic or torch.equal(first, again)
+        assert (first - other).float().norm() <= 2e-3 * other.float().norm()
+
+
+@HOPPER
+def test_a_learned_table_along_diagonals():
+    """Against the sums of all pairs that a deterministic backward makes."""
+    q, k, v, dout = (torch.randn(1, 4, 1111, 128, device="cuda").bfloat16().requires_grad_() for _ in range(4))
+    table = torch.randn(4, 401, device="cuda", requires_grad=True)
+    variant = fg.Variant(mask=fg.causal, score=fg.relative_bias(table))
+    diagonals, pairs = (torch.autograd.grad(fg.compile(variant, deterministic=d)(q, k, v), table, dout.detach())[0] for d in (False, True))
+    assert (diagonals - pairs).norm() <= 4e-3 * pairs.norm()

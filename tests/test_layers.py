@@ -19,7 +19,7 @@ PACKAGE = ROOT / "flashgen"
 LAYERS = (
     {"errors", "settings", "target", "capture", "expression", "operations", "functions", "language"},
     {"source", "form", "packing", "variant", "catalogue", "problem", "checks"},
-    {"analysis", "bounds", "score_bounds", "rewrite", "interval", "derivative", "ranges", "families", "plan", "traffic"},
+    {"analysis", "bounds", "score_bounds", "diagonals", "rewrite", "interval", "derivative", "ranges", "families", "plan", "traffic"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "records", "pipeline", "workers"},
     {"launch", "bound", "workspaces", "tensor_map", "measured", "progress", "tune"},

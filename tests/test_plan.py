@@ -50,6 +50,23 @@ def test_forced_fields_are_kept_and_unknown_ones_refused():
         plan(FACTS, problem, target, "cpu", {"block_n": 32})
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_hopper_backward_sums_dq_for_a_few_heads_at_a_time(deterministic):
+    """At most 64 MiB beside the gradients where dq has 64 itself; heads enough for a block per SM; every head's memory counted where there are few."""
+    problem = Problem("bfloat16", 128, 128, which="backward", deterministic=deterministic)
+    chosen = plan(FACTS, problem, targets.parse("sm90a"), "sm90")
+    family = families.get("sm90")
+
+    def megabytes(batch, heads, length):
+        sizes = families.Sizes(batch, heads, heads, length, length, length, length)
+        return sum(w.elements for w in family.workspaces(problem, chosen, sizes)) * 4 / 2**20, family.numbers(problem, chosen, sizes)
+
+    for batch, heads, length in ((1, 16, 16384), (2, 16, 8192), (64, 64, 64), (16, 16, 1024), (3, 7, 1000)):
+        used, numbers = megabytes(batch, heads, length)
+        assert used <= 64 and numbers["sum_heads"] * numbers["kv_tiles"] >= min(132, batch * heads * numbers["kv_tiles"])
+    assert megabytes(1, 1, 512)[1]["sum_sections"] == 1 and megabytes(1, 1, 512)[0] < 0.3
+
+
 def test_size_classes():
     assert [size_class(q, k) for q, k in ((1, 9000), (16, 5), (17, 1024), (300, 1025))] == ["few", "few", "short", "long"]
 
@@ -66,7 +83,10 @@ GRID = fg.neighborhood((32, 32), (7, 7))
 
 @pytest.mark.parametrize(
     ("mask", "pairs"),
-    [(fg.causal, 1024 * 1025 // 2), (fg.sliding_window(99, 0), 1024 * 100 - 99 * 50), (GRID, 1024 * 49), (fg.document(torch.arange(1024) // 100), 10 * 100**2 + 24**2)],
+    [
+        (fg.causal, 1024 * 1025 // 2), (fg.sliding_window(99, 0), 1024 * 100 - 99 * 50), (GRID, 1024 * 49),
+        (fg.document(torch.arange(1024) // 100), 10 * 100**2 + 24**2),
+    ],
     ids=["causal", "window", "grid", "documents"],
 )
 def test_explain_says_how_much_of_the_visited_tiles_is_visible(mask, pairs):

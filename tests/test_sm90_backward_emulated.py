@@ -53,11 +53,19 @@ TABLE = torch.linspace(-1, 1, 2 * 41, requires_grad=True).reshape(2, 41).detach(
 FEW_BLOCKS = torch.rand(2, 60, 9, generator=torch.Generator().manual_seed(2)) < 0.1  # of 48: no tile is made of whole ones
 FEW_BLOCKS[0, :, 3:6] = False  # keys that no row sees
 BLOCKS = flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48))
+LEARNED_TABLE = flashgen.relative_bias(TABLE)
+SLOPES = torch.tensor([0.5, -0.25], requires_grad=True)
+LEARNED_WAVES = flashgen.score(lambda s, b, h, q, k: s + SLOPES[h] * torch.cos(0.3 * (q - k)))
+LEARNED_SCALES = flashgen.score(lambda s, b, h, q, k: s * SLOPES[h])
 CASES = (
     Case("full"),
     Case("full, 128", head_dim=(128, 128), lengths=(130, 200)),
     Case("added from registers", plan={"dq_staged": 0}),
     Case("causal, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 150)),
+    Case("one head's sum of dq after the other", CAUSAL, heads=(4, 4), plan={"sum_bytes": 1, "sms": 1}),
+    Case("sums of dq from registers", CAUSAL, heads=(3, 3), plan={"sum_bytes": 1, "sms": 1, "dq_staged": 0}),
+    Case("grouped heads' sums of dq one after the other", CAUSAL, (128, 128), heads=(10, 5), lengths=(150, 150), plan={"sum_bytes": 1, "sms": 4}),
+    Case("sums of dq, masked NaN", CAUSAL, heads=(3, 3), nan=True, lengths=(201, 201), plan={"sum_bytes": 1, "sms": 1}),
     Case("causal, float16, 64", CAUSAL, lengths=(300, 431), dtype=torch.float16),
     Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
     Case("window", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=70, right=0)), lengths=(401, 401)),
@@ -73,7 +81,10 @@ CASES = (
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), (128, 128), heads=(2, 1), lengths=(140, 140)),
     Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 1), lengths=(140, 140)),
-    Case("learned table", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(TABLE)), heads=(2, 2), lengths=(140, 150)),
+    Case("learned table", flashgen.Variant(mask=flashgen.causal, score=LEARNED_TABLE), heads=(2, 2), lengths=(140, 150)),
+    Case("learned table, grouped heads", flashgen.Variant(mask=SINK_AND_WINDOW, score=LEARNED_TABLE), (128, 128), heads=(2, 1), lengths=(260, 300)),
+    Case("learned waves", flashgen.Variant(mask=flashgen.causal, score=LEARNED_WAVES), heads=(2, 2), lengths=(200, 150)),
+    Case("learned scales of scores", flashgen.Variant(mask=flashgen.causal, score=LEARNED_SCALES), heads=(2, 2), lengths=(100, 90)),
     Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1)),
     Case("masked NaN", CAUSAL, nan=True, lengths=(201, 201)),
     Case("lengths in use", head_dim=(128, 128), seqlens_k=(77,), nan=True),
@@ -89,6 +100,11 @@ CASES = (
     Case("dk and dv", CAUSAL, wanted=("dk", "dv")),
     Case("only dq", CAUSAL, wanted=("dq",), lengths=(300, 300)),
     Case("deterministic", CAUSAL, (128, 128), heads=(4, 2), deterministic=True),
+    Case("deterministic, full, lengths in use", heads=(2, 1), seqlens_k=(177,), deterministic=True),
+    Case(
+        "deterministic, two sections", flashgen.Variant(mask=SINK_AND_WINDOW), (128, 128), heads=(4, 2), lengths=(260, 500), deterministic=True,
+        plan={"sum_bytes": 1, "sms": 1},
+    ),
     Case("deterministic soft-cap", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), heads=(2, 1), deterministic=True),
     Case("deterministic, masked NaN", CAUSAL, nan=True, lengths=(201, 201), deterministic=True),
     Case("wide", head_dim=(256, 256), lengths=(130, 200)),

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
 BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
+THREADS = 384  # of a block: a producer and two consumer warpgroups
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
 REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
 EVERYTHING = (1 << 31) - 1  # bytes: no limit
+SUM_SLOTS = 3  # sections of heads that have a float32 sum of dQ at the same time
+SUM_BYTES = 16 << 20  # of a section's, if that many heads have a block for each SM
 OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
 
 
@@ -42,12 +45,23 @@ def _wide(problem: Problem) -> bool:
 
 def _dq_by_rows(problem: Problem) -> bool:
     """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way for wide heads and where nothing else is wanted."""
-    return problem.dq and (problem.deterministic or _wide(problem) or not (problem.dk or problem.dv or problem.capture_grads))
+    repeatable = problem.deterministic and (bool(problem.capture_grads) or problem.layout == "varlen")
+    return problem.dq and (repeatable or _wide(problem) or not (problem.dk or problem.dv or problem.capture_grads))
 
 
 def _dq_summed(problem: Problem) -> bool:
     """dQ by additions of all blocks over keys in float32."""
     return problem.dq and not _dq_by_rows(problem)
+
+
+def _ordered(problem: Problem) -> bool:
+    """Those additions in one order, so that the sum is bitwise repeatable."""
+    return problem.deterministic and _dq_summed(problem)
+
+
+def _diagonals(problem: Problem, facts: Facts) -> bool:
+    """Gradients of captured tensors by sums along the diagonals of dS, which is in shared memory for dQ."""
+    return bool(problem.capture_grads) and set(problem.capture_grads) <= set(facts.diagonal) and _dq_summed(problem) and not problem.deterministic
 
 
 def _over_keys(problem: Problem) -> bool:
@@ -59,10 +73,10 @@ def _over_keys(problem: Problem) -> bool:
 
 def smem_bytes(f: dict[str, Any], ceiling: Any) -> Any:
     """Shared memory of backward_main: ``sizeof(Smem)`` of the template, whose alignment is 1024."""
-    tiles = (f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
+    tiles = f["block_kv"] * (f["dim_qk"] + f["dim_v"]) + f["block_q"] * (f["q_stages"] * f["dim_qk"] + f["stages"] * f["dim_v"])
     crossing = (f["dq_summed"] + f["wide"]) * f["stages"] * f["block_q"] * f["block_kv"]  # dS, or the weights of a wide head
     staged = f["dq_summed"] * f["dq_staged"] * 4 * f["block_q"] * f["dim_qk"]
-    rest = f["stages"] * (8 * f["block_q"] + 32 + 4) + 16 + 16
+    rest = f["q_stages"] * (8 * f["block_q"] + 20 + 4 * f["ordered"]) + f["stages"] * (16 + 20 * f["diagonals"]) + 16 + 16 + 8 * f["ordered"]
     return 1024 * ceiling((2 * (tiles + crossing) + staged + rest) / 1024)
 
 
@@ -81,6 +95,8 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     """How dQ reaches its sum (1: staged in shared memory, 0: from registers), and a consumer's registers; a producer that classifies tiles needs more."""
     if not _dq_summed(problem):
         return tuple((0, consumer) for consumer in REGISTERS)
+    if _ordered(problem):  # a warp of its own waits for a block's turn
+        return ((1, 232), (1, 240), (1, 224))
     if facts.data_dependent:
         return ((1, 232), (0, 232), (0, 224))
     return ((1, 232), (0, 232), (1, 240), (1, 224), (0, 224)) if facts.has_mask else ((1, 240), (1, 232), (1, 224), (0, 240))
@@ -88,14 +104,20 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties. Half as many rows a step leave room for a score function's values."""
-    wide, dq_summed = int(_wide(problem)), int(_dq_summed(problem))
+    wide, dq_summed, diagonals = int(_wide(problem)), int(_dq_summed(problem)), _diagonals(problem, facts)
+    by_pairs = bool(problem.capture_grads) and not diagonals
+    sums = {"sum_bytes": EVERYTHING if facts.ranges > 1 else SUM_BYTES, "sum_slots": SUM_SLOTS, "sms": target.sms} if dq_summed else {}
     common = {
-        "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "overlap": int(facts.score_affine and not problem.capture_grads), "wide": wide,
-        "dq_summed": dq_summed, "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
-        # Where all rows see some keys and others only a few, the blocks of the former start first, those of all heads.
+        "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "q_stages": 2, "overlap": int(facts.score_affine and not by_pairs), "wide": wide,
+        "diagonals": int(diagonals),
+        "halves": int(dq_summed and facts.has_mask and not facts.data_dependent and facts.ranges == 1),
+        "dq_summed": dq_summed, **sums, "ordered": int(_ordered(problem)), "listed": int(_ordered(problem) and facts.has_mask),
+        "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
+        # Where all rows see some keys and others only a few, the blocks of the former start first, those of all heads: dQ is then summed for all of them.
         "section_bytes": EVERYTHING if facts.ranges > 1 else target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
     heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
+    late_dk = dq_summed and problem.dk and problem.dv and common["overlap"]
     points = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
@@ -106,13 +128,16 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dq_columns), "columns_v": block_columns(dim_v),
             "dq_columns": dq_columns,
         }  # fmt: skip
-        for dq_staged, consumer in _splits(problem, facts):
-            points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
+        splits = [(1, 1, 240)] if late_dk and not facts.data_dependent else []  # late products of dK, which need all the registers that there are
+        for late, dq_staged, consumer in [*splits, *((0, *split) for split in _splits(problem, facts))]:
+            split = {"late_dk": late, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}
+            points.append(derive({**common, **tile, **split}))
     return points
 
 
 def derive(fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
+    fields = {**fields, "q_stages": fields["stages"] + fields["late_dk"], "halves": fields["halves"] * (1 - fields["late_dk"])}
     halves = {
         "score_registers": "block_q", "dk_registers": "dim_qk", "dv_registers": "dim_v", "dq_registers": "dq_columns", "dq_score_registers": "dq_block_kv",
     }  # fmt: skip
@@ -140,13 +165,26 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     """Tensor maps, the statistics of rows in whole tiles, the float32 sum of dQ, and the amount of work (see ``numbers``)."""
     maps = [("fg::TensorMap", f"map_{name}") for name in _mapped(problem)]
-    sums = [("float*", "dq_sum")] if _dq_summed(problem) else []
+    extras, counts = [("float*", "statistics")], []
+    if _dq_summed(problem):
+        extras.append(("float*", "dq_sum"))
     if problem.layout == "varlen":
         lists = ["row", "key", *(["dq"] if _dq_by_rows(problem) else [])]
-        slots = [("fg::Slot*", f"{name}_slots") for name in lists]
-        return (*maps, ("float*", "statistics"), *sums, *slots, *(("int", f"{name}_room") for name in lists))
-    counts = ["q_tiles", "kv_tiles", "section", *(("dq_tiles", "dq_section") if _dq_by_rows(problem) else ())]
-    return (*maps, ("float*", "statistics"), *sums, *(("int", name) for name in counts))
+        extras += [("fg::Slot*", f"{name}_slots") for name in lists]
+        counts += [f"{name}_room" for name in lists]
+        return (*maps, *extras, *(("int", name) for name in counts))
+    counts += ["q_tiles", "kv_tiles", "section"]
+    if _dq_summed(problem):
+        extras.append(("int*", "progress"))
+        counts += ["sum_heads", "sum_sections", "finish_blocks"]
+    if plan.ordered:
+        extras.append(("int*", "turns"))
+    if plan.listed:
+        extras.append(("unsigned*", "seen_by"))
+        counts.append("seen_words")
+    if plan.dq_by_rows:
+        counts += ["dq_tiles", "dq_section"]
+    return (*maps, *extras, *(("int", name) for name in counts))
 
 
 def _mapped(problem: Problem) -> list[str]:
@@ -163,7 +201,9 @@ def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
 
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Tiles of a head's rows and keys, and the heads of a section, which stay in L2 together: kv heads with their queries and dO, or heads with their keys."""
+    """Tiles of a head's rows and keys; the heads of a section, which stay in L2 together: kv heads with their queries and dO, or heads with their keys;
+    and the kv heads of a section whose dQ is summed at a time.
+    """
     if problem.layout == "varlen":
         tiles = _packed_tiles(plan, sizes)
         return {f"{name}_room": tiles[name] for name in ("row", "key", "dq") if name != "dq" or plan.dq_by_rows}
@@ -176,6 +216,14 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
         "q_tiles": ceil_div(sizes.q_len, plan.block_q), "kv_tiles": ceil_div(sizes.kv_len, plan.block_kv),
         "section": section(problem.group * sizes.q_len * (2 * dims + 4 * plan.dim_qk * plan.dq_summed), kv_heads),
     }  # fmt: skip
+    if _dq_summed(problem):
+        fitting = plan.sum_bytes // max(4 * problem.group * found["q_tiles"] * plan.block_q * plan.dim_qk, 1)
+        busy = ceil_div(plan.sms, found["kv_tiles"]) if found["kv_tiles"] else kv_heads
+        heads = min(max(fitting, busy), max(kv_heads, 1))
+        finish_blocks = ceil_div(heads * problem.group * found["q_tiles"] * plan.block_q, BOX_ROWS * THREADS // 128)
+        found |= {"sum_heads": heads, "sum_sections": ceil_div(kv_heads, heads), "finish_blocks": finish_blocks}
+    if plan.listed:
+        found["seen_words"] = ceil_div(found["kv_tiles"], 32)
     if plan.dq_by_rows:
         found["dq_tiles"] = ceil_div(sizes.q_len, plan.dq_block_q)
         found["dq_section"] = section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)
@@ -192,21 +240,29 @@ def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
-    """Lse and delta of every row, and one float32 copy of dQ, in whole tiles. backward_prepare writes and clears them."""
-    packed = problem.layout == "varlen"
-    tiles = sizes.batch * ceil_div(sizes.q_len, plan.block_q)
-    if packed:  # see row_tile of the template
-        tiles = sizes.total_q // plan.block_q + sizes.batch
+    """Lse and delta of every row, and a float32 copy of dQ (without packing of some heads), in whole tiles. backward_prepare writes and clears them."""
+    packed, count = problem.layout == "varlen", numbers(problem, plan, sizes)
+    tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * count["q_tiles"]  # a sequence may leave one partly empty
     rows = tiles * sizes.heads * plan.block_q
     found = [Workspace("statistics", "float32", 2 * rows, zeroed=False)]
     if packed:
-        found += [Workspace(name.replace("_room", "_slots"), "int32", SLOT_INTS * count, zeroed=False) for name, count in numbers(problem, plan, sizes).items()]
-    return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
+        found += [Workspace(name.replace("_room", "_slots"), "int32", SLOT_INTS * room, zeroed=False) for name, room in count.items()]
+        return found + ([Workspace("dq_sum", "float32", rows * plan.dim_qk, zeroed=False)] if _dq_summed(problem) else [])
+    if _dq_summed(problem):
+        heads = min(count["sum_heads"] * plan.sum_slots, sizes.batch * sizes.kv_heads) * problem.group
+        found.append(Workspace("dq_sum", "float32", heads * count["q_tiles"] * plan.block_q * plan.dim_qk, zeroed=False))
+        found.append(Workspace("progress", "int32", 2 * count["sum_sections"], zeroed=False))
+    if plan.ordered:
+        found.append(Workspace("turns", "int32", tiles * sizes.heads, zeroed=False))
+    if plan.listed:
+        found.append(Workspace("seen_by", "int32", tiles * sizes.heads * count["seen_words"], zeroed=False))
+    return found
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """The kernels of a call in order."""
-    if problem.layout == "varlen":
+    packed = problem.layout == "varlen"
+    if packed:
         tiles = _packed_tiles(plan, sizes)
         rows, keys, dq_rows = tiles["row"] * sizes.heads, tiles["key"] * sizes.kv_heads, tiles["dq"] * sizes.heads
         found = [Launch("backward_list", (3 + CLEARING_BLOCKS, 1, 1), 1024, 0)]
@@ -215,10 +271,15 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
         rows, keys, dq_rows = count["q_tiles"] * heads, count["kv_tiles"] * sizes.batch * sizes.kv_heads, count.get("dq_tiles", 0) * heads
         found = []
     found.append(Launch("backward_prepare", (rows, 1, 1), 256, 0))
+    if plan.listed:
+        found.append(Launch("backward_order", (keys, 1, 1), 32, 0))
+    if _dq_summed(problem) and not packed:
+        sections = count["sum_sections"]
+        keys = sections * count["kv_tiles"] * count["sum_heads"] + min(sections, plan.sum_slots - 1) * count["finish_blocks"]
     if _over_keys(problem):
-        found.append(Launch("backward_main", (keys, 1, 1), 384, plan.smem_bytes))
+        found.append(Launch("backward_main", (keys, 1, 1), THREADS, plan.smem_bytes))
     if _dq_by_rows(problem):
-        found.append(Launch("backward_dq", (dq_rows, 1, 1), 384, plan.dq_smem_bytes))
-    if _dq_summed(problem):
-        found.append(Launch("backward_finish", (rows, 1, 1), 256, 0))
+        found.append(Launch("backward_dq", (dq_rows, 1, 1), THREADS, plan.dq_smem_bytes))
+    if _dq_summed(problem) and packed:
+        found.append(Launch("backward_finish", (rows, 1, 1), 2 * plan.block_q, 0))
     return found

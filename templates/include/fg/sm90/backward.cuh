@@ -27,4 +27,28 @@ FG_FN void reduce_add_4(float* address, float x0, float x1, float x2, float x3) 
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
+FG_FN void store_zeros(unsigned address) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory"); }  // 16 bytes
+FG_FN unsigned shared_pair(unsigned address) {  // two 16-bit values that others have written
+  unsigned x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// What other SMs have written during this kernel: not from this one's L1 (9.7.9.8).
+FG_FN float4 load_l2(const float4* p) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+
+// A count in L2 of those who have had their turn at something: one thread waits for as many as come before it, has its turn, and lets the next one in. What it writes
+// then by bulk operations (another proxy: 9.7.13.4) comes after what the others wrote.
+FG_FN void wait_turn(const int* count, int turn) {
+  int now;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+  while (now != turn);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+FG_FN void end_turn(int* count) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory"); }
+
 }  // namespace fg
