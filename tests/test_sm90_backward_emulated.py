@@ -18,8 +18,8 @@ from test_sm90_emulated import HOPPER, SEED, compiled, dropout_values, packed_va
 import flashgen
 from flashgen import abi, bounds, emit
 from flashgen.analysis import analyze
+from flashgen.calls import seed_tensor
 from flashgen.families import Sizes, sm90, sm90_backward
-from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference

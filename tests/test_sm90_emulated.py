@@ -21,8 +21,8 @@ import torch
 import flashgen
 from flashgen import abi, bounds, build, emit, families, tables, target
 from flashgen.analysis import analyze
+from flashgen.calls import seed_tensor
 from flashgen.families import Sizes, sm90
-from flashgen.kernel import seed_tensor
 from flashgen.plan import Plan, candidates
 from flashgen.problem import Problem
 from flashgen.reference import reference
