@@ -30,7 +30,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
 
 
 def kept(p: float, seed: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """bool ``(B, Hq, Lq, Lk)``: which entries dropout keeps, for a seed of ``kernel.seed_tensor``."""
+    """bool ``(B, Hq, Lq, Lk)``: which entries dropout keeps, for a seed of ``calls.seed_tensor``."""
     b, h, q_len, kv_len = shape
     axis = lambda n, at: torch.arange(n, dtype=torch.int64, device=seed.device).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731
     head = axis(b, 0) * h + axis(h, 1)
