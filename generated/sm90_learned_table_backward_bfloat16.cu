@@ -30,13 +30,10 @@ constexpr int DQ_SMEM_BYTES = 58368;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 32;
-constexpr int HALVES = 0;
-constexpr int LATE_DK = 0;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
 constexpr int PRODUCER_REGISTERS = 40;
-constexpr int Q_STAGES = 2;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 0;
 constexpr int SMEM_BYTES = 116736;
@@ -309,10 +306,10 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
 }
 
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
-constexpr int PARTIAL_TILE = 1, LAST_TILE = 2, FLAGS = 4;
-__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * FLAGS; }
-__device__ __forceinline__ int head_of(int described) { return described / FLAGS % GROUP; }
-__device__ __forceinline__ int tile_of(int described) { return described / FLAGS / GROUP; }
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
+__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
@@ -337,14 +334,14 @@ constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each war
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
-  T q[Q_STAGES][BLOCK_Q * DIM_QK];
+  T q[STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
   float dq[BLOCK_Q * DIM_QK];
-  float statistics[Q_STAGES][2][BLOCK_Q];
-  fg::Barrier k_full, v_full, q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[STAGES], dout_empty[STAGES];
+  float statistics[STAGES][2][BLOCK_Q];
+  fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   fg::Barrier ds_full[STAGES], ds_empty[STAGES];
-  int tiles[Q_STAGES];  // see describe
+  int tiles[STAGES];  // see describe
   int ds_tiles[STAGES];  // whose dS it is; < 0: no more
   int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
 };
@@ -421,11 +418,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
-    for (int i = 0; i < Q_STAGES; ++i) {
+    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.q_full[i], 1);
       fg::barrier_init(smem.q_empty[i], 8);
-    }
-    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.dout_full[i], 1);
       fg::barrier_init(smem.dout_empty[i], 8);
       fg::barrier_init(smem.ds_full[i], 1);
@@ -448,23 +443,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::barrier_expect(smem.v_full, sizeof(smem.v));
         fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
       }
-      fg::Ring<Q_STAGES> q_ring;
-      fg::Ring<STAGES> ring;  // of dO
+      fg::Ring<STAGES> ring;
       auto visit = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
+        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
-          smem.tiles[q_ring.slot] = described;
-          fg::barrier_expect(smem.q_full[q_ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[q_ring.slot], p.map_q, smem.q_full[q_ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[q_ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[q_ring.slot]);
+          smem.tiles[ring.slot] = described;
+          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
           fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_AGAIN);
         }
-        q_ring.advance();
         ring.advance();
       };
 
@@ -569,8 +562,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   fg::registers_raise<CONSUMER_REGISTERS>();
   constexpr float multiplier = (float)fg::LOG2E;
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
-  fg::Ring<Q_STAGES> q_ring;  // of queries with their statistics and descriptions
-  fg::Ring<STAGES> ring;      // of dO and dS
+  fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
 #pragma unroll
   for (int i = 0; i < DV_REGISTERS; ++i) dv[i] = 0.0f;
@@ -608,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   fg::barrier_wait(smem.v_full, 0);
   auto describe_ds = [&]() {
     if (threadIdx.x == 128) {
-      smem.ds_tiles[ring.slot] = fg::shared_int(smem.tiles[q_ring.slot]);
+      smem.ds_tiles[ring.slot] = fg::shared_int(smem.tiles[ring.slot]);
       fg::barrier_arrive(smem.ds_full[ring.slot]);
     }
   };
@@ -621,8 +613,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
     fg::wgmma_commit();
   };
-  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned q_slot, unsigned thread) {
-    const int described = fg::shared_int(smem.tiles[q_slot]);  // again, which saves a register
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
+    const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
     fg::group_sync(DQ_FREE + group, 160);
     float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
 #pragma unroll
@@ -631,20 +623,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::async_proxy_fence();
     fg::group_arrive(DQ_READY + group, 160);
   };
-
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
 #pragma unroll 1
   while (more) {
-    fg::barrier_wait(smem.q_full[q_ring.slot], q_ring.parity);
+    fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
     float s[SCORES], dp[SCORES];
     fg::keep(s);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DIM_QK / 16; ++i)
-      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + q_ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
+      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
-    const int described = fg::shared_int(smem.tiles[q_ring.slot]);
+    const int described = fg::shared_int(smem.tiles[ring.slot]);
     const bool is_partial = fg::uniform(described & PARTIAL_TILE);
     if (GROUP > 1 && fg::uniform(head_of(described) != head)) {
       head = head_of(described);
@@ -662,8 +653,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       multiply_scores(dp, fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, BLOCK_KV>(i), fg::descriptor<COLUMNS_V>(dout_low + ring.slot * DOUT_SLOT) + fg::step_across<COLUMNS_V, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
 
-    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][0]) + lane % 4;
-    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][1]) + lane % 4;
+    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
+    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
 
     float slope[SCORES];
     auto exponentiate = [&]() {
@@ -748,16 +739,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)
-      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + q_ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
+      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    add_dq(dq, q_ring.slot, thread);
-    more = fg::uniform(!(fg::shared_int(smem.tiles[q_ring.slot]) & LAST_TILE));
+    add_dq(dq, thread);
+    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
-    release(smem.q_empty[q_ring.slot]);
-    q_ring.advance();
+    release(smem.q_empty[ring.slot]);
     ring.advance();
   }
   fg::group_sync(DQ_FREE + group, 160);

@@ -15,7 +15,7 @@ constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 64;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 240;
+constexpr int CONSUMER_REGISTERS = 232;
 constexpr int DIAGONALS = 0;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
@@ -30,16 +30,13 @@ constexpr int DQ_SMEM_BYTES = 115712;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
-constexpr int HALVES = 0;
-constexpr int LATE_DK = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
-constexpr int PRODUCER_REGISTERS = 24;
-constexpr int Q_STAGES = 3;
+constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
-constexpr int SMEM_BYTES = 215040;
+constexpr int SMEM_BYTES = 198656;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
 constexpr int SUM_BYTES = 16777216;
@@ -84,16 +81,16 @@ __device__ __forceinline__ void multiply_dq(float (&d)[32], fg::Descriptor a, fg
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// d (64 x 128) = a b, or += with `accumulate`: both operands in shared memory, the depth of the product down their rows.
-__device__ __forceinline__ void multiply_dk(float (&d)[64], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+// d (64 x 128) += a b: a in registers, b in shared memory, the depth of the product down its rows.
+__device__ __forceinline__ void add_dv(float (&d)[64], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 1, 1;\n}"
+      "}, { %64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -102,11 +99,11 @@ __device__ __forceinline__ void multiply_dk(float (&d)[64], fg::Descriptor a, fg
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
 // d (64 x 128) += a b: a in registers, b in shared memory, the depth of the product down its rows.
-__device__ __forceinline__ void add_dv(float (&d)[64], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
+__device__ __forceinline__ void add_dk(float (&d)[64], unsigned a0, unsigned a1, unsigned a2, unsigned a3, fg::Descriptor b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
@@ -388,10 +385,10 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
 }
 
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
-constexpr int PARTIAL_TILE = 1, LAST_TILE = 2, FLAGS = 4;
-__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * FLAGS; }
-__device__ __forceinline__ int head_of(int described) { return described / FLAGS % GROUP; }
-__device__ __forceinline__ int tile_of(int described) { return described / FLAGS / GROUP; }
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
+__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
@@ -415,13 +412,13 @@ constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each war
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
-  T q[Q_STAGES][BLOCK_Q * DIM_QK];
+  T q[STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
   float dq[BLOCK_Q * DIM_QK];
-  float statistics[Q_STAGES][2][BLOCK_Q];
-  fg::Barrier k_full, v_full, q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[STAGES], dout_empty[STAGES];
-  int tiles[Q_STAGES];  // see describe
+  float statistics[STAGES][2][BLOCK_Q];
+  fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
+  int tiles[STAGES];  // see describe
   int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
@@ -484,11 +481,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
-    for (int i = 0; i < Q_STAGES; ++i) {
+    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.q_full[i], 1);
       fg::barrier_init(smem.q_empty[i], 8);
-    }
-    for (int i = 0; i < STAGES; ++i) {
       fg::barrier_init(smem.dout_full[i], 1);
       fg::barrier_init(smem.dout_empty[i], 8);
     }
@@ -509,23 +504,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::barrier_expect(smem.v_full, sizeof(smem.v));
         fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), keys, fg::READ_ONCE);
       }
-      fg::Ring<Q_STAGES> q_ring;
-      fg::Ring<STAGES> ring;  // of dO
+      fg::Ring<STAGES> ring;
       auto visit = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
+        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
-          smem.tiles[q_ring.slot] = described;
-          fg::barrier_expect(smem.q_full[q_ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[q_ring.slot], p.map_q, smem.q_full[q_ring.slot], q_first, entry(h, p.q_stride_h), rows, fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[q_ring.slot], p.statistics + row_tile(p, first_tile, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[q_ring.slot]);
+          smem.tiles[ring.slot] = described;
+          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), rows, fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, first_tile, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
           fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), rows, fg::READ_AGAIN);
         }
-        q_ring.advance();
         ring.advance();
       };
 
@@ -584,8 +577,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
-  fg::Ring<Q_STAGES> q_ring;  // of queries with their statistics and descriptions
-  fg::Ring<STAGES> ring;      // of dO and dS
+  fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
 #pragma unroll
   for (int i = 0; i < DV_REGISTERS; ++i) dv[i] = 0.0f;
@@ -618,8 +610,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
     fg::wgmma_commit();
   };
-  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned q_slot, unsigned thread) {
-    const int described = fg::shared_int(smem.tiles[q_slot]);  // again, which saves a register
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
+    const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
     fg::group_sync(DQ_FREE + group, 160);
     float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
 #pragma unroll
@@ -628,29 +620,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::async_proxy_fence();
     fg::group_arrive(DQ_READY + group, 160);
   };
-
-  float s[SCORES];
-  auto before = [&]() { return q_ring.slot == 0 ? Q_STAGES - 1 : q_ring.slot - 1; };  // slot of the queries of the tile before
-  const unsigned ds_down = fg::descriptor_low(fg::shared_address(smem.ds) + group * BLOCK_Q * 64 * 2, BLOCK_Q * 64 * 2);  // this warpgroup's keys
-  auto start_scores = [&]() {
+  fg::barrier_wait(smem.q_full[0], 0);
+  bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+#pragma unroll 1
+  while (more) {
+    fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
+    float s[SCORES], dp[SCORES];
     fg::keep(s);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DIM_QK / 16; ++i)
-      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + q_ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
+      multiply_scores(s, fg::descriptor<COLUMNS_QK>(k_low) + fg::step_across<COLUMNS_QK, BLOCK_KV>(i), fg::descriptor<COLUMNS_QK>(q_low + ring.slot * Q_SLOT) + fg::step_across<COLUMNS_QK, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
-  };
-  auto start_dk = [&]() {
-    fg::keep(dk);
-    fg::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_Q / 16; ++i)
-      multiply_dk(dk, fg::descriptor<64>(ds_down + (ring.slot ^ 1) * DS_SLOT) + fg::step_down<64>(i), fg::descriptor<COLUMNS_QK>(q_down + before() * Q_SLOT) + fg::step_down<COLUMNS_QK>(i), 1);
-    fg::wgmma_commit();
-  };
-  bool more;
-  auto step = [&](bool first) {
-    const int described = fg::shared_int(smem.tiles[q_ring.slot]);
+    const int described = fg::shared_int(smem.tiles[ring.slot]);
     const bool is_partial = fg::uniform(described & PARTIAL_TILE);
     if (GROUP > 1 && fg::uniform(head_of(described) != head)) {
       head = head_of(described);
@@ -659,17 +641,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     const int own_q = tile_of(described) * BLOCK_Q + lane % 4 * 2;
     fg::opaque(own_k);  // or the compiler keeps, and spills, what follows from it
     fg::barrier_wait(smem.dout_full[ring.slot], ring.parity);
-    float dp[SCORES];
     fg::keep(dp);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DIM_V / 16; ++i)
       multiply_scores(dp, fg::descriptor<COLUMNS_V>(v_low) + fg::step_across<COLUMNS_V, BLOCK_KV>(i), fg::descriptor<COLUMNS_V>(dout_low + ring.slot * DOUT_SLOT) + fg::step_across<COLUMNS_V, BLOCK_Q>(i), i != 0);
     fg::wgmma_commit();
-    if (!first) start_dk();
 
-    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][0]) + lane % 4;
-    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[q_ring.slot][1]) + lane % 4;
+    const float2* const lse = reinterpret_cast<const float2*>(smem.statistics[ring.slot][0]) + lane % 4;
+    const float2* const delta = reinterpret_cast<const float2*>(smem.statistics[ring.slot][1]) + lane % 4;
 
     auto exponentiate = [&]() {
 #pragma unroll
@@ -694,9 +674,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         for (int j = 0; j < 4; ++j) dp[i + j] = s[i + j] * (dp[i + j] - (j % 2 ? delta_i.y : delta_i.x));
       }
     };
-    exponentiate();  // while dP, and dK of the tile before, are being computed
-    if (first) fg::wgmma_wait<0>();
-    else fg::wgmma_wait<1>();
+    fg::wgmma_wait<1>();
+    fg::keep(s);
+    exponentiate();  // while dP is being computed
+    fg::wgmma_wait<0>();
     fg::keep(dp);
     differentiate();
 
@@ -718,14 +699,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         }
     };
     if (is_partial) hide();
-    if (!first) {
-      fg::wgmma_wait<0>();
-      fg::keep(dk);
-      release(smem.q_empty[before()]);
-    }
-    unsigned weights[PAIRS], gradients[PAIRS];
+    unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
+    unsigned gradients[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) gradients[i] = fg::pack<T>(dp[2 * i], dp[2 * i + 1]);
     // dS^T as dS to shared memory: a lane's address is that of query `row` of a matrix, 8 of the warpgroup's keys.
@@ -749,28 +726,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
-    more = fg::uniform(!(described & LAST_TILE));
-    q_ring.advance();
-    if (more) fg::barrier_wait(smem.q_full[q_ring.slot], q_ring.parity);
-    start_scores();  // after the last tile they are nothing that is read: no branch may lead around a product
+    fg::keep(dk);
+    fg::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 16; ++i)
+      add_dk(dk, gradients[4 * i], gradients[4 * i + 1], gradients[4 * i + 2], gradients[4 * i + 3], fg::descriptor<COLUMNS_QK>(q_down + ring.slot * Q_SLOT) + fg::step_down<COLUMNS_QK>(i));
+    fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    add_dq(dq, before(), thread);
-    ring.advance();
-    fg::wgmma_wait<0>();
-    fg::keep(s);
-  };
-  fg::barrier_wait(smem.q_full[0], 0);
-  if (fg::uniform(fg::shared_int(smem.tiles[0]) >= 0)) {
-    start_scores();
-    fg::wgmma_wait<0>();
-    fg::keep(s);
-    step(true);
-#pragma unroll 1
-    while (more) step(false);
-    start_dk();
+    add_dq(dq, thread);
+    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
+    release(smem.q_empty[ring.slot]);
+    ring.advance();
   }
   fg::group_sync(DQ_FREE + group, 160);
   if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;

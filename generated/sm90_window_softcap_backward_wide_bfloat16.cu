@@ -31,13 +31,10 @@ constexpr int DQ_SMEM_BYTES = 230400;
 constexpr int DQ_STAGED = 0;
 constexpr int DQ_SUMMED = 0;
 constexpr int DV_REGISTERS = 128;
-constexpr int HALVES = 0;
-constexpr int LATE_DK = 0;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 0;
 constexpr int PRODUCER_REGISTERS = 24;
-constexpr int Q_STAGES = 2;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
 constexpr int SMEM_BYTES = 215040;
@@ -458,10 +455,10 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
 }
 
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
-constexpr int PARTIAL_TILE = 1, LAST_TILE = 2, FLAGS = 4;
-__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * FLAGS; }
-__device__ __forceinline__ int head_of(int described) { return described / FLAGS % GROUP; }
-__device__ __forceinline__ int tile_of(int described) { return described / FLAGS / GROUP; }
+constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
+__device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
+__device__ __forceinline__ int head_of(int described) { return described / 4 % GROUP; }
+__device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group. Warpgroup 0 is the producer: its first
 // warp chooses the tiles and loads them by TMA. Warpgroup 1 computes S^T and dV, warpgroup 2 dP^T and dK; what dS needs of the first (P, times the slope of the score)
@@ -525,23 +522,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::barrier_expect(smem.v_full, sizeof(smem.v));
         fg::load_tile<DIM_V, COLUMNS_V, BLOCK_KV>(smem.v, p.map_v, smem.v_full, k_first, entry(kv_head, p.v_stride_h), entry(b, p.v_stride_b), fg::READ_ONCE);
       }
-      fg::Ring<Q_STAGES> q_ring;
-      fg::Ring<STAGES> ring;  // of dO
+      fg::Ring<STAGES> ring;
       auto visit = [&](int described) {
         const int h = kv_head * GROUP + head_of(described), tile = tile_of(described), q_first = tile * BLOCK_Q;
-        fg::barrier_wait(smem.q_empty[q_ring.slot], q_ring.parity ^ 1);
+        fg::barrier_wait(smem.q_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
-          smem.tiles[q_ring.slot] = described;
-          fg::barrier_expect(smem.q_full[q_ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
-          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[q_ring.slot], p.map_q, smem.q_full[q_ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
-          fg::bulk_load(smem.statistics[q_ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[q_ring.slot]);
+          smem.tiles[ring.slot] = described;
+          fg::barrier_expect(smem.q_full[ring.slot], sizeof(smem.q[0]) + sizeof(smem.statistics[0]));
+          fg::load_tile<DIM_QK, COLUMNS_QK, BLOCK_Q>(smem.q[ring.slot], p.map_q, smem.q_full[ring.slot], q_first, entry(h, p.q_stride_h), entry(b, p.q_stride_b), fg::READ_AGAIN);
+          fg::bulk_load(smem.statistics[ring.slot], p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q), sizeof(smem.statistics[0]), smem.q_full[ring.slot]);
         }
         fg::barrier_wait(smem.dout_empty[ring.slot], ring.parity ^ 1);
         if (lane == 0) {
           fg::barrier_expect(smem.dout_full[ring.slot], sizeof(smem.dout[0]));
           fg::load_tile<DIM_V, COLUMNS_V, BLOCK_Q>(smem.dout[ring.slot], p.map_dout, smem.dout_full[ring.slot], q_first, entry(h, p.dout_stride_h), entry(b, p.dout_stride_b), fg::READ_AGAIN);
         }
-        q_ring.advance();
         ring.advance();
       };
 

@@ -43,7 +43,6 @@ inline void bulk_add(float* to, const float* from, unsigned bytes) { for (unsign
 template <int N> void bulk_wait_read() {}
 inline void tma_store_wait() {}
 inline void wait_turn(const int* count, int turn) { if (*count != turn) { fprintf(stderr, "block %d waits for a turn that no block before it ends\n", (int)blockIdx.x); exit(5); } }
-inline void store_zeros(unsigned address) { memset(smem_bytes + address, 0, 16); }
 inline unsigned shared_pair(unsigned address) { unsigned x; memcpy(&x, smem_bytes + address, 4); return x; }
 inline float4 load_l2(const float4* p) { return *p; }
 inline void end_turn(int* count) { ++*count; }
@@ -53,18 +52,6 @@ template <int N> void multiply_rows(float (&d)[N], unsigned long long a, unsigne
 template <int N> void add_dk(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dv(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
 template <int N> void add_dq(float (&d)[N], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) { multiply_out(d, a0, a1, a2, a3, b); }
-// both with the depth down their rows
-template <int N> void multiply_dk(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
-  const emu::Operand x = emu::decode(a), y = emu::decode(b);
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  float left[2][16];
-  for (int r = 0; r < 2; ++r) for (int k = 0; k < 16; ++k) left[r][k] = emu::column_major(x, k, row + r * 8);
-  for (int i = 0; i < N; i += 4) for (int e = 0; e < 2; ++e) {
-    float right[16];
-    for (int k = 0; k < 16; ++k) right[k] = emu::column_major(y, k, i * 2 + lane % 4 * 2 + e);
-    for (int r = 0; r < 2; ++r) { float t = accumulate ? d[i + 2 * r + e] : 0.0f; for (int k = 0; k < 16; ++k) t += left[r][k] * right[k]; d[i + 2 * r + e] = t; }
-  }
-}
 // a by rows, b with the depth down its rows
 template <int N> void multiply_dq(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
   const emu::Operand x = emu::decode(a), y = emu::decode(b);

@@ -73,10 +73,10 @@ def _over_keys(problem: Problem) -> bool:
 
 def smem_bytes(f: dict[str, Any], ceiling: Any) -> Any:
     """Shared memory of backward_main: ``sizeof(Smem)`` of the template, whose alignment is 1024."""
-    tiles = f["block_kv"] * (f["dim_qk"] + f["dim_v"]) + f["block_q"] * (f["q_stages"] * f["dim_qk"] + f["stages"] * f["dim_v"])
+    tiles = (f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
     crossing = (f["dq_summed"] + f["wide"]) * f["stages"] * f["block_q"] * f["block_kv"]  # dS, or the weights of a wide head
     staged = f["dq_summed"] * f["dq_staged"] * 4 * f["block_q"] * f["dim_qk"]
-    rest = f["q_stages"] * (8 * f["block_q"] + 20 + 4 * f["ordered"]) + f["stages"] * (16 + 20 * f["diagonals"]) + 16 + 16 + 8 * f["ordered"]
+    rest = f["stages"] * (8 * f["block_q"] + 32 + 4 + 4 * f["ordered"] + 20 * f["diagonals"]) + 16 + 16 + 8 * f["ordered"]
     return 1024 * ceiling((2 * (tiles + crossing) + staged + rest) / 1024)
 
 
@@ -108,16 +108,14 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     by_pairs = bool(problem.capture_grads) and not diagonals
     sums = {"sum_bytes": EVERYTHING if facts.ranges > 1 else SUM_BYTES, "sum_slots": SUM_SLOTS, "sms": target.sms} if dq_summed else {}
     common = {
-        "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "q_stages": 2, "overlap": int(facts.score_affine and not by_pairs), "wide": wide,
+        "block_kv": BLOCK_KV // (2 if wide else 1), "stages": 2, "overlap": int(facts.score_affine and not by_pairs), "wide": wide,
         "diagonals": int(diagonals),
-        "halves": int(dq_summed and facts.has_mask and not facts.data_dependent and facts.ranges == 1),
         "dq_summed": dq_summed, **sums, "ordered": int(_ordered(problem)), "listed": int(_ordered(problem) and facts.has_mask),
         "dq_by_rows": int(_dq_by_rows(problem)), "dq_block_q": 128, "dq_block_kv": 64,
         # Where all rows see some keys and others only a few, the blocks of the former start first, those of all heads: dQ is then summed for all of them.
         "section_bytes": EVERYTHING if facts.ranges > 1 else target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
     heavy = not facts.score_affine or facts.data_dependent or bool(problem.capture_grads)  # values that live through a step beside the sums
-    late_dk = dq_summed and problem.dk and problem.dv and common["overlap"]
     points = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
@@ -128,16 +126,13 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dq_columns), "columns_v": block_columns(dim_v),
             "dq_columns": dq_columns,
         }  # fmt: skip
-        splits = [(1, 1, 240)] if late_dk and not facts.data_dependent else []  # late products of dK, which need all the registers that there are
-        for late, dq_staged, consumer in [*splits, *((0, *split) for split in _splits(problem, facts))]:
-            split = {"late_dk": late, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}
-            points.append(derive({**common, **tile, **split}))
+        for dq_staged, consumer in _splits(problem, facts):
+            points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
     return points
 
 
 def derive(fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
-    fields = {**fields, "q_stages": fields["stages"] + fields["late_dk"], "halves": fields["halves"] * (1 - fields["late_dk"])}
     halves = {
         "score_registers": "block_q", "dk_registers": "dim_qk", "dv_registers": "dim_v", "dq_registers": "dq_columns", "dq_score_registers": "dq_block_kv",
     }  # fmt: skip

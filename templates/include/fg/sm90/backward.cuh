@@ -27,7 +27,6 @@ FG_FN void reduce_add_4(float* address, float x0, float x1, float x2, float x3) 
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
-FG_FN void store_zeros(unsigned address) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory"); }  // 16 bytes
 FG_FN unsigned shared_pair(unsigned address) {  // two 16-bit values that others have written
   unsigned x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
