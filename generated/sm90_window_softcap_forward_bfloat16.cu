@@ -529,6 +529,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Scores to weights, in place.
     auto softmax = [&](int tile, bool partial) {
       const int own_k = tile * BLOCK_KV + lane % 4 * 2;
+      if (!partial) {  // no branch between the score's functions and the exponentials, so that the compiler mixes them
+        apply_score(own_k);
+        fg::exponentiate(s, multiplier, sum);
+        return;
+      }
       apply_score(own_k);
       if (partial) apply_mask(own_k);
       fg::exponentiate(s, multiplier, sum);
