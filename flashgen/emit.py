@@ -69,7 +69,7 @@ def emit(spec: Spec) -> Source:
     family = families.get(plan.family)
     layout = abi.params(spec.form, problem, tuple(family.params(problem, plan)), family.grad_type(problem))
     raw = family.raw_scores(problem, plan)
-    made = hooks.make(spec.form, problem, raw=raw)
+    made = hooks.make(spec.form, problem, raw=raw, gaps=raw and family.gaps)
     context = {
         "problem": problem, "plan": plan, "target": spec.target, "params": layout.fields, "hooks": made, "real": problem.real,
         "raw_scores": raw, "bounded": problem.bounded and problem.dtype == "bfloat16" and not problem.max_scores,

@@ -43,6 +43,7 @@ class Hooks:
     uniform: Stage
     row: Stage
     col: Stage
+    gap: Stage  # with raw scores: what depends on q - k alone
     score: list[str]
     score_grad: list[str]
     capture_grads: list[str]
@@ -60,6 +61,7 @@ class Hooks:
     gain: list[str]  # with raw scores: the factor that score() leaves out
     score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
     near: list[str]  # what small means: the largest |s| that score_near() is for
+    score_cols: list[str]  # the fields of Col that score() reads
 
 
 def _stage(depends: frozenset[str]) -> str | None:
@@ -69,8 +71,8 @@ def _stage(depends: frozenset[str]) -> str | None:
     return "row" if "q" in depends else "col" if "k" in depends else "uniform"
 
 
-def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
-    """All hook functions of one pass. ``raw``: a forward whose score function is given q . k unscaled, see ``rewrite``."""
+def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False) -> Hooks:
+    """All hook functions of one pass. ``raw``: a forward whose score function is given q . k unscaled, see ``rewrite``; ``gaps``: and a Gap."""
     form = multiply_by_reciprocals(form) if problem.real == "float" else form
     form, gain = unscaled(form, positive_gain=problem.positive_gain) if raw else (form, -1)
     graph = derivative.Graph(form)
@@ -79,7 +81,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
     gradients = derivative.load_slopes(graph, problem.capture_grads) if backward else []
     extended = graph.extended()
     roots = [r for r in (form.score, form.mask, gain, slope, *(g for _, g in gradients), *(i for i, _ in gradients)) if r >= 0]
-    stages = _Stages(extended, problem.real, roots, raw=raw)
+    stages = _Stages(extended, problem.real, roots, raw=raw, gaps_of=form.score if gaps else -1)
 
     score_lines = stages.function([form.score], lambda p: [f"return {p.expression(form.score)};"], steps=raw) if form.score >= 0 else []
     both = lambda p: [f"value = {p.expression(form.score)};", f"slope = {p.expression(slope)};"]  # noqa: E731
@@ -105,13 +107,13 @@ def make(form: Form, problem: Problem, *, raw: bool = False) -> Hooks:
         capture_lines = stages.function(wanted, finish)
     tables = bounds.tables(form, problem)
     return Hooks(
-        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], score_lines, grad_lines, capture_lines, mask_lines,
+        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], stages.stages["gap"], score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         [stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == "col" and i in stages.field],
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
-        *(_near(form, stages) if raw and form.score >= 0 else ([], [])),
+        *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score),
     )  # fmt: skip
 
 
@@ -166,10 +168,11 @@ def _visible(form: Form, stages: _Stages) -> list[str]:
 class _Stages:
     """Assigns nodes to Uniform, Row and Col and prints functions over them."""
 
-    def __init__(self, form: Form, real: str, roots: list[int], *, raw: bool):
+    def __init__(self, form: Form, real: str, roots: list[int], *, raw: bool, gaps_of: int):
+        """``gaps_of``: the root of a score that has a stage of its own for what depends on q - k alone; -1 for none."""
         self.form, self.real, self.raw = form, real, raw
         self.exact = frozenset(exact_nodes(form))
-        self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage()}
+        self.stages = {"uniform": Stage(), "row": Stage(), "col": Stage(), "gap": Stage()}
         self.home: dict[int, str | None] = {}
         self.field: dict[int, str] = {}
         needed: set[int] = set()
@@ -180,16 +183,37 @@ class _Stages:
         crossing = {i for i in roots if self._storable(i)}
         for i in needed:
             crossing |= {a for a in form.nodes[i].args if self.home[a] != self.home[i] and self._storable(a)}
+        if gaps_of >= 0 and len(gaps := self._gaps(gaps_of)) == 1:  # of several a thread would have to hold too many
+            self.home |= dict.fromkeys(gaps, "gap")
+            crossing |= gaps
         for i in sorted(crossing):
             stage = self.home[i]
             assert stage is not None
             self.field[i] = f"{stage[0]}{len(self.stages[stage].fields)}"
             self.stages[stage].fields.append((C_TYPES[form.nodes[i].type], self.field[i]))
-        for name in ("uniform", "row", "col"):
+        for name in self.stages:
             own = [i for i in sorted(crossing) if self.home[i] == name]
-            printer = Printer(form, real, lambda i, name=name: self._name(i, name), self.exact, narrow=self.raw)  # type: ignore[misc]
+            printer = Printer(form, real, lambda i, name=name: self._name(i, name, steps=name == "gap"), self.exact, narrow=self.raw)  # type: ignore[misc]
             lines = list(printer.statements(own))
             self.stages[name].lines = lines + [f"{name[0]}.{self.field[i]} = {printer.expression(i)};" for i in own]
+
+    def _gaps(self, score: int) -> set[int]:
+        """The nodes that depend on q - k and the head alone, of those that the rest of the score needs."""
+        nodes, depends, found = self.form.nodes, self.form.depends, set()
+        uniform = lambda a: depends[a] <= {"b", "h"}  # noqa: E731
+        reachable = self.form.reachable(score)
+        for i in sorted(reachable):
+            node = nodes[i]
+            difference = node.op in ("sub", "real_distance") and [nodes[a].op for a in node.args[:2]] == ["q", "k"] and all(map(uniform, node.args[2:]))
+            if difference or (any(a in found for a in node.args) and all(a in found or uniform(a) for a in node.args)):
+                found.add(i)
+        plain = {i for i in found if nodes[i].op == "sub"}
+        return {a for i in reachable - found for a in nodes[i].args if a in found and a not in plain} | ({score} & found)
+
+    def read(self, stage: str, root: int) -> list[str]:
+        """The fields of a stage that the innermost function of ``root`` reads."""
+        inner = {i for i in self.form.reachable(root) if self.home[i] is None} if root >= 0 else set()
+        return sorted({self.field[a] for i in inner for a in self.form.nodes[i].args if a in self.field and self.home[a] == stage})
 
     def _storable(self, i: int) -> bool:
         return self.home[i] is not None and self.form.nodes[i].op not in ("const", "number", *_LEAVES)
@@ -201,7 +225,7 @@ class _Stages:
         if steps and node.op == "sub" and [self.form.nodes[a].op for a in node.args] == ["q", "k"]:
             return "(d + step)"
         stage = self.home.get(i)
-        if i in self.field and stage != inside:
+        if i in self.field and stage != inside and (stage != "gap" or steps):
             return f"{str(stage)[0]}.{self.field[i]}"
         return None
 

@@ -119,12 +119,16 @@ class _Rewriter:
         match node.op:
             case "neg":
                 return negated(first)
-            case "mul" if len(first) == len(second) == 1:
-                (n, x), (m, y) = *first.items(), *second.items()
-                return {n + m: Term(x.factors + y.factors, x.negative != y.negative)} if n + m <= MOST_POWERS else None
+            case "mul" if self._distributes(first, second) or self._distributes(second, first):
+                product = {n + m: Term(x.factors + y.factors, x.negative != y.negative) for n, x in first.items() for m, y in second.items()}
+                return product if max(product) <= MOST_POWERS else None
             case "add" | "sub" if not first.keys() & second.keys():
                 return first | (second if node.op == "add" else negated(second))
         return None
+
+    def _distributes(self, one: dict[int, Term], terms: dict[int, Term]) -> bool:
+        """Whether ``one`` is a single term that multiplies each of ``terms``: of several only where that costs nothing per score."""
+        return len(one) == 1 and (len(terms) == 1 or all(self.old.depends[i] <= HEAD for term in one.values() for i in term.factors))
 
     def coefficient(self, power: int, term: Term) -> int:
         """What s ** power is multiplied by: the scale as often, then the term's factors in their order."""

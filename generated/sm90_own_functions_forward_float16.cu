@@ -12,6 +12,7 @@ using T = fg::f16;  // q, k, v, out
 constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 1;  // query heads per kv head
+constexpr int AHEAD = 0;
 constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 128;
 constexpr int COLUMNS_QK = 64;
@@ -145,6 +146,10 @@ struct Col {
   bool c0;
 };
 
+struct Gap {
+  real g0;
+};
+
 FG_FN Uniform uniform(const Params& p, Lens lens, int b, int h) {
   Uniform u;
   u.lens = lens;
@@ -166,9 +171,16 @@ FG_FN Col col(const Params& p, const Uniform& u, int k) {
   return c;
 }
 
+// what depends on q - k = d + step alone, where step is a number in an unrolled loop
+FG_FN Gap gap(const Params& p, const Uniform& u, int d, int step) {
+  Gap g{};
+  g.g0 = -(u.u0 * fg::log1p(fg::abs(float(d) + float(step))));
+  return g;
+}
+
 // s is q . k; q - k is d + step, where step is a number in an unrolled loop
-FG_FN real score(const Params& p, const Uniform& u, const Row& r, const Col& c, real s, int q, int k, int d, int step) {
-  return fg::fma(p.scale, s, -(u.u0 * fg::log1p(fg::abs(float(d) + float(step)))));
+FG_FN real score(const Params& p, const Uniform& u, const Row& r, const Col& c, const Gap& g, real s, int q, int k, int d, int step) {
+  return fg::fma(p.scale, s, g.g0);
 }
 
 FG_FN bool mask(const Params& p, const Uniform& u, const Row& r, const Col& c, int q, int k) {
@@ -253,7 +265,7 @@ template <class Store> __device__ __forceinline__ void repair_row(const Params& 
 #pragma unroll 1
     for (int d = lane; d < HEAD_DIM_QK; d += 32) s += fg::to_real(query[d]) * fg::to_real(keys[k * p.k_stride_l + d]);
     s = fg::warp_sum(s);
-    s = score(p, u, row_q, col_k, s, q, k, q - k, 0);
+    s = score(p, u, row_q, col_k, gap(p, u, q - k, 0), s, q, k, q - k, 0);
     const float weight = fg::approximate_exp2(s * multiplier - offset);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -472,8 +484,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           const int column = i * 2 + e;
           const Col col_k = col(p, u, own_k + column);
 #pragma unroll
-          for (int r = 0; r < 2; ++r)
-            s[i + 2 * r + e] = score(p, u, score_rows[r], col_k, s[i + 2 * r + e], q + r * 8, own_k + column, distance, r * 8 - column);
+          for (int r = 0; r < 2; ++r) {
+            const Gap gap_qk = gap(p, u, distance, r * 8 - column);
+            s[i + 2 * r + e] = score(p, u, score_rows[r], col_k, gap_qk, s[i + 2 * r + e], q + r * 8, own_k + column, distance, r * 8 - column);
+          }
         }
     };
     auto apply_mask = [&](int own_k) {

@@ -11,6 +11,7 @@ using T = fg::bf16;  // q, k, v, out
 constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 4;  // query heads per kv head
+constexpr int AHEAD = 0;
 constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 128;
 constexpr int COLUMNS_QK = 64;

@@ -12,6 +12,7 @@ using T = fg::bf16;  // q, k, v, out
 constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 2;  // query heads per kv head
+constexpr int AHEAD = 1;
 constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 128;
 constexpr int COLUMNS_QK = 64;
@@ -514,8 +515,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           const int column = i * 2 + e;
           const Col col_k = col(p, u, own_k + column);
 #pragma unroll
-          for (int r = 0; r < 2; ++r)
+          for (int r = 0; r < 2; ++r) {
             s[i + 2 * r + e] = score(p, u, score_rows[r], col_k, s[i + 2 * r + e], q + r * 8, own_k + column, distance, r * 8 - column);
+          }
         }
     };
     auto apply_mask = [&](int own_k) {
@@ -527,6 +529,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Scores to weights, in place.
     auto softmax = [&](int tile, bool partial) {
       const int own_k = tile * BLOCK_KV + lane % 4 * 2;
+      if (!partial) {  // no branch between the score's functions and the exponentials, so that the compiler mixes them
+        apply_score(own_k);
+        fg::exponentiate(s, multiplier, sum);
+        return;
+      }
       apply_score(own_k);
       if (partial) apply_mask(own_k);
       fg::exponentiate(s, multiplier, sum);

@@ -22,6 +22,8 @@ SCORES = {
     "ALiBi": fg.alibi(),
     "quadratic": lambda s, b, h, q, k: s + 0.1 * s * s,
     "cubic, constant": lambda s, b, h, q, k: 2.0 - s * s * s * 0.5 + s,
+    "product with a sum": lambda s, b, h, q, k: s * (1.0 + 0.02 * s) - 0.001 * s * s * s,
+    "sum by distance": lambda s, b, h, q, k: (q - k) * (1.0 + 0.02 * s),
     "temperature": lambda s, b, h, q, k: s * 1.5,
     "by head": lambda s, b, h, q, k: s * STRENGTH[h] + 0.01 * (q - k).abs(),
     "cancelling sum": lambda s, b, h, q, k: (s + 100000.0) - 100000.0,
@@ -95,6 +97,8 @@ def operations(name: str) -> list[str]:
     [
         ("soft-cap", ["mul", "tanh"]),
         ("quadratic", ["fma", "mul"]),
+        ("product with a sum", ["fma", "fma", "mul"]),
+        ("sum by distance", ["fma", "mul", "real_distance"]),
         ("ALiBi", ["abs", "fma", "mul", "neg", "real_distance"]),
         ("temperature", []),
         ("cancelling sum", ["fma", "sub"]),

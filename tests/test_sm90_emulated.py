@@ -59,6 +59,7 @@ class Case:
 
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
+BIAS = torch.randn(300)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
 MANY = torch.arange(2600, dtype=torch.int32) // 350 % 3  # documents that come back
 FIRST_KEYS = flashgen.mask(lambda b, h, q, k: k < 4)
@@ -95,6 +96,8 @@ CASES = (
     Case("soft-cap of a negative cap", flashgen.Variant(score=lambda s, b, h, q, k: -3.0 * torch.tanh(s)), lengths=(70, 130)),
     Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 2)),
     Case("table of distances", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(torch.randn(2, 129))), heads=(2, 2)),
+    Case("bias by key", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k])),
+    Case("bias by key and distance", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k] - 0.1 * torch.abs(q - k))),
     Case("quadratic", flashgen.Variant(score=lambda s, b, h, q, k: s + 0.1 * s * s)),
     Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1), max_scores=True),
     Case("masked NaN, stored by TMA", CAUSAL, nan=True, lengths=(201, 201)),

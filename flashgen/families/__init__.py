@@ -95,6 +95,7 @@ class Family:
     derive: Callable[[str, dict[str, int]], dict[str, int]] = lambda which, fields: fields  # renews fields that follow from others, some of them forced
     lacks: tuple[str, ...] = ()  # plan fields of a forward that only the families after it have: forcing one of them is asking for those
     raw_scores: Callable[[Problem, Plan], bool] = lambda problem, plan: False  # score() is given q . k and q - k, and leaves out gain(); see rewrite.py
+    gaps: bool = False  # what scores need of q - k alone is computed apart from them, see part/hooks
     clocks: Callable[[Problem, Facts], Mapping[str, Any]] = lambda problem, facts: {}  # of a tile on each unit of an SM, sympy; the matrix units first
     grad_type: Callable[[Problem], str] = lambda problem: "real"  # C type in which gradients of captured tensors are summed; see passes.captured_sums
     numbers: Callable[[Problem, Plan, Sizes], Mapping[str, int]] = lambda problem, plan, sizes: {}  # values of the extra Params fields that are no pointers

@@ -22,6 +22,7 @@ GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persiste
 # Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first. The sum over warpgroups is what the launch got:
 # 504 for 384 threads, else 512.
 REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
+ROOMY_PRODUCER = {"consumer_registers": 208, "producer_registers": 88}  # of two consumer warpgroups
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
 MOST_REGISTERS = 256  # that setmaxnreg can give a thread
 MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
@@ -67,6 +68,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dim_qk), "columns_v": block_columns(dim_v), "sms": target.sms,
         "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128),  # 2-9% faster at 64, 1-3% at 256, even or slower at 128
         "mask_bits": int(facts.data_dependent or facts.mask_ops > MASK_OPS),
+        "ahead": int(facts.has_score),  # what scores need of keys or differences is computed before q . k is there
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
         "section_bytes": target.l2_bytes * (16 if max(dim_qk, dim_v) <= 128 else 8) // 25 if masked or long else 0,  # the smaller: 3-4% faster at 256
@@ -88,9 +90,14 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
     splits: list[dict[str, int]] = [{}]
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
-        splits = [{"consumer_registers": consumer, "producer_registers": producer} for consumer, producer in ((224, 56), (208, 88))]
+        splits = [{"consumer_registers": 224, "producer_registers": 56}, ROOMY_PRODUCER]
         tiles = [values for values in tiles if values[0] == 2]
     points = [{**common, **dict(zip(names, values, strict=True)), **split} for values in tiles for split in splits]
+    if masked and not facts.data_dependent:  # where a mask of many operations spills: its bounds over a tile in the producer, itself in the consumers
+        place = next(n for n, p in enumerate(points) if p["consumers"] == 2)
+        points.insert(place + 1, {**points[place], **ROOMY_PRODUCER, "mask_bits": 1})
+    if facts.has_score:
+        points.insert(1, {**points[0], "ahead": 0})  # where that takes too many registers
     if packed:  # pieces are of very different lengths
         points = [{**p, "schedule": DYNAMIC} for p in points]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
@@ -188,6 +195,7 @@ FAMILY = Family(
     tensor_maps=_of_pass(tensor_maps, sm90_backward.tensor_maps),
     lacks=("kv_splits",),
     raw_scores=lambda problem, plan: problem.which == "forward",
+    gaps=True,
     grad_type=lambda problem: "fg::ExactSum" if problem.deterministic else "real",
     numbers=_of_pass(numbers, sm90_backward.numbers),
     clears=True,

@@ -24,6 +24,7 @@ FG_FN bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
 
 // Hides where a value comes from.
 FG_FN void opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
+FG_FN void opaque(float& x) { asm volatile("" : "+f"(x)); }
 FG_FN void opaque(int& x) { asm volatile("" : "+r"(x)); }
 
 // ---- mbarrier (9.7.13.15). A phase ends when `count` arrivals and the expected bytes have come; waiting for parity p returns once the phase of that parity is over.
