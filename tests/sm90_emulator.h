@@ -80,6 +80,8 @@ inline bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
 inline void opaque(unsigned&) {}
 inline void opaque(int&) {}
 inline void opaque(float&) {}
+inline void opaque(long long&) {}
+inline void opaque(bool&) {}
 struct Barrier { unsigned short count, pending; unsigned phase_tx; };  // phase in bit 31, expected bytes below
 inline void settle(Barrier& b) { if (b.pending == 0 && (b.phase_tx & 0x7fffffffu) == 0) { b.pending = b.count; b.phase_tx ^= 0x80000000u; } }
 inline void barrier_init(Barrier& b, unsigned n) { b.count = b.pending = (unsigned short)n; b.phase_tx = 0; }

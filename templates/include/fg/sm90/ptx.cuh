@@ -26,6 +26,12 @@ FG_FN bool uniform(bool x) { return __any_sync(ALL_LANES, x); }
 FG_FN void opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
 FG_FN void opaque(float& x) { asm volatile("" : "+f"(x)); }
 FG_FN void opaque(int& x) { asm volatile("" : "+r"(x)); }
+FG_FN void opaque(long long& x) { asm volatile("" : "+l"(x)); }
+FG_FN void opaque(bool& x) {
+  int word = x;
+  opaque(word);
+  x = word != 0;
+}
 
 // ---- mbarrier (9.7.13.15). A phase ends when `count` arrivals and the expected bytes have come; waiting for parity p returns once the phase of that parity is over.
 // A fresh barrier is in phase 0: waiting for parity 1 returns at once.
