@@ -78,7 +78,7 @@ def analyze(form: Form) -> Facts:
     ]
     score, mask = inner(form.score), inner(form.mask)
     parts = ranges.several(kv)
-    blocks = [x for p in parts for x in ranges.lists(p) if _blocks_known(form, x)]
+    blocks = [x for p in parts for x in ranges.lists(p) if bounds.stepped(x.size, bounds.access(form).get(form.nodes[x.node].data))]
     listed = {form.nodes[x.node].data for x in blocks}
     loads = {
         form.nodes[i].data
@@ -93,11 +93,6 @@ def analyze(form: Form) -> Facts:
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),
         block=max((x.size for x in blocks if x.size > 1), default=0), diagonal=diagonals.slots(form),
     )  # fmt: skip
-
-
-def _blocks_known(form: Form, x: ranges.Listed) -> bool:
-    """Whether explicit blocks are stepped along: those of block_sparse as they lie, single entries through a table of their bounds."""
-    return x.size == 1 if bounds.access(form).get(form.nodes[x.node].data) else x.size >= bounds.COARSE
 
 
 def _affine(form: Form) -> bool:

@@ -32,6 +32,11 @@ def access(form: Form) -> dict[int, int]:
     return {slot: count for slot, count in found.items() if count is not None}
 
 
+def stepped(size: int, blocked: int | None) -> bool:
+    """Whether explicit blocks of ``size`` are stepped along: as they lie, or single entries through a table of ``blocked`` dimensions."""
+    return size == 1 if blocked else size >= COARSE
+
+
 def tables(form: Form, problem: Problem) -> dict[int, int]:
     """Capture slots that have a table in this pass -> its blocked trailing dimensions. Calls with few keys scan the tensors themselves."""
     return {slot: count for slot, count in access(form).items() if count} if problem.size == "long" else {}

@@ -63,6 +63,11 @@ class Hooks:
     near: list[str]  # what small means: the largest |s| that score_near() is for
     score_cols: list[str]  # the fields of Col that score() reads
 
+    @property
+    def one_a_column(self) -> bool:
+        """What a score needs of keys or of differences alone is one register for each column."""
+        return len(self.gap.fields) + len(self.score_cols) == 1
+
 
 def _stage(depends: frozenset[str]) -> str | None:
     """The struct a node belongs to, None for the innermost functions."""
@@ -253,8 +258,7 @@ def _parts(form: Form, axis: str) -> tuple[Any, ...]:
 
 
 def _stepped(form: Form, tables: Tables, x: ranges.Listed) -> bool:
-    """Whether explicit blocks are stepped along, as they lie or through their table; else the classes of tiles say it."""
-    return x.size == 1 if tables.get(form.nodes[x.node].data) else x.size >= bounds.COARSE
+    return bounds.stepped(x.size, tables.get(form.nodes[x.node].data))
 
 
 def _jump(form: Form, tables: Tables, axis: str, way: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Cases of a benchmark: shapes, and variants written once for this project and once for torch's FlexAttention.
 
 Case -> its Variant, its mask and score as FlexAttention takes them, and its exact count of operations. Example: ``Case(1, 16, 16, 16384, 128, "bfloat16",
-"document").variant("cuda")``.
+"document").made("cuda").variant``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of a benchmark. ``variant`` is a name in VARIANTS; all but "full", "blocks" and "chunked" are causal as well."""
+    """One cell of a benchmark. ``variant`` is a name in VARIANTS; all but "full", "blocks", "chunked" and, in its prefix, "prefix" are causal."""
 
     batch: int
     heads: int
@@ -94,7 +94,7 @@ def _polynomial(case: Case, device: str) -> _Made:
 
 
 def _table(case: Case, device: str) -> _Made:
-    """A learned bias by distance; it takes a gradient where inputs do."""
+    """A bias by distance, one for each."""
     table = torch.randn(case.heads, 2 * case.length - 1, generator=torch.Generator().manual_seed(1)).to(device)
     variant = flashgen.Variant(head_dim=case.head_dim, mask=flashgen.causal, score=flashgen.relative_bias(table))
     last = case.length - 1
