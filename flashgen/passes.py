@@ -107,13 +107,13 @@ class Pass:
         for name, t in self.tensors.items():
             if not t.data_ptr() and t.numel():
                 raise DeviceError(f"{name} has no memory (its storage was freed, or it is a tensor without one): pass a tensor that holds its values.")
-        held = self._tables()
+        held = self.tables()
         given = {n: t for n in ("sink", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "seed") if (t := getattr(c, n)) is not None}
         given |= {f"capture_{n}": t for n, t in enumerate(c.captures)} | {f"grad_{n}": t for n, t in self.sums.items()}
         return {name: t.data_ptr() for name, t in (self.tensors | self.others | given | held).items()}, list(held.values())
 
-    def _tables(self) -> dict[str, Tensor]:
-        """The tables that this call's tiles are classified by."""
+    def tables(self) -> dict[str, Tensor]:
+        """The tables that this call's tiles are classified by, made from the captured tensors as they are now."""
         if not self.call.captures:
             return {}
         form, c, _ = self._rows()

@@ -7,6 +7,8 @@ from torch.nn.attention.flex_attention import create_mask
 import flashgen
 from flashgen.bench import cases, peers, record
 from flashgen.bench.cases import Case
+from flashgen.bench.measure import measure
+from flashgen.bounds import BLOCK
 
 SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUMENTS": (31, 7, 12)}
 
@@ -47,3 +49,17 @@ def test_an_unknown_variant_is_refused():
 def test_peers_are_those_that_have_the_variant():
     assert set(peers.peers(Case(1, 2, 2, 100, 16, "float32", "causal"), "cpu")) == {"flashgen", "sdpa"}
     assert set(peers.peers(Case(1, 2, 2, 100, 16, "float32", "window"), "cpu")) == {"flashgen"}
+
+
+def test_a_score_is_timed_beside_the_same_mask_without_it():
+    for name in cases.SCORES:
+        found = peers.peers(Case(1, 2, 2, 100, 16, "float32", name), "cpu")
+        assert set(found) == {"flashgen", "plain"}
+        assert found["plain"].variant.score is None and Case(1, 2, 2, 100, 16, "float32", name).plain.flops() == Case(1, 2, 2, 100, 16, "float32", name).flops()
+
+
+def test_what_a_mask_prepares_is_in_its_row():
+    row = measure(Case(1, 1, 1, 8192, 16, "float32", "document"), "cpu", rounds=1)
+    assert row["preparation"]["bytes"] == 2 * 4 * 8192 // BLOCK and 0 < row["preparation"]["ms"] < row["ms"]["flashgen"]
+    assert "preparing the mask" in record.line(row)
+    assert measure(Case(1, 1, 1, 64, 16, "float32", "window"), "cpu", rounds=1)["preparation"] == {}

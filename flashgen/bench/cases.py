@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.length} D{self.head_dim} {self.dtype} {self.variant}"
+
+    @property
+    def plain(self) -> Case:
+        """The case without its score function; those in SCORES are causal."""
+        return replace(self, variant="causal")
 
     def bytes(self) -> float:
         """Of a forward: q, k, v read once and the output written once."""
@@ -145,6 +150,8 @@ VARIANTS: dict[str, Callable[[Case, str], _Made]] = {
     "full": _full, "causal": _plain_causal, "softcap": _softcap, "alibi": _alibi, "polynomial": _polynomial, "table": _table, "window": _window,
     "sink_window": _sink_window, "prefix": _prefix, "chunked": _chunked, "dilated": _dilated, "document": _document, "blocks": _blocks,
 }  # fmt: skip
+
+SCORES = ("softcap", "alibi", "polynomial", "table")  # causal attention with a score function
 
 
 @functools.lru_cache(64)

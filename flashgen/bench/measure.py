@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+import flashgen
+
+from ..passes import forward_pass
 from .cases import Case
 from .peers import peers
 
@@ -19,6 +22,8 @@ ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the tab
 TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round
 FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # cost of a pass, by the usual convention
 TRAFFIC = {"forward": 1.0, "backward": 2.0, "both": 3.0}  # compulsory bytes, likewise: a backward reads q, k, v, out, dout and writes three gradients
+
+COPIES = 20  # of a preparation in the graph that is timed
 
 Step = Callable[[], Any]
 
@@ -64,6 +69,24 @@ def _time_ms(steps: list[Step], device: str, calls: int) -> float:
     return best * 1e3
 
 
+def _preparation(case: Case, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    """What a call makes of the mask's tensors before its kernel starts: milliseconds on the device and bytes; nothing where it makes nothing."""
+    text, call, *_ = flashgen.compile(case.made(device).variant).tunable(q.detach(), k.detach(), v.detach(), {})
+    make = forward_pass(text, call).tables
+    tables = make()
+    if not tables:
+        return {}
+    step: Step = make
+    if device == "cuda":  # a graph of them: some microseconds each, less than their launches take
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(COPIES):
+                make()
+        step = graph.replay
+    ms = statistics.median(_time_ms([step], device, 10) for _ in range(3))
+    return {"ms": ms / COPIES if device == "cuda" else ms, "bytes": sum(t.numel() * t.element_size() for t in tables.values())}
+
+
 def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, family: str | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
     """``what``: "forward" (no grad), "backward" or "both". Milliseconds per peer (the median of the rounds) and TFLOP/s by the case's exact pairs."""
     sets = _inputs(case, device, grad=what != "forward")
@@ -90,7 +113,7 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
     return {
         "case": case.name, "what": what, "ms": {n: round(t, 4) for n, t in medians.items()}, "spread": {n: round(max(t) / min(t), 3) for n, t in times.items()},
         "tflops": {n: round(flops / t / 1e9, 3) for n, t in medians.items()}, "failed": failed,
-        "flops": flops, "bytes": case.bytes() * TRAFFIC[what],
+        "flops": flops, "bytes": case.bytes() * TRAFFIC[what], "preparation": _preparation(case, device, *sets[0][:3]),
     }  # fmt: skip
 
 

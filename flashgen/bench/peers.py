@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 
-from .cases import CAP, WINDOW, Case
+from .cases import CAP, SCORES, WINDOW, Case
 
 
 def _sdpa(case: Case, backend: SDPBackend | None) -> Callable[..., Any]:
@@ -32,6 +32,7 @@ def _sdpa(case: Case, backend: SDPBackend | None) -> Callable[..., Any]:
     return forced
 
 
+PLAIN = "plain"  # this project's own kernel of the same mask without the score function: what the function costs
 MATH_LENGTH = 4096  # beyond it the peer that makes the whole matrix of scores is left out
 
 
@@ -80,7 +81,7 @@ def _flash_attn_func(module: str) -> Callable[..., Any] | None:
 
 
 def peers(case: Case, device: str, family: str | None = None, only: Sequence[str] = ()) -> dict[str, Callable[..., Any]]:
-    """This project first, then whoever can run the case (``only``: those of these names)."""
+    """This project first, then whoever can run the case (``only``: those of these names), its own plain kernel among them."""
     makers: dict[str, Callable[[], Callable[..., Any] | None]] = {}
     if case.variant in ("full", "causal"):
         if device == "cuda":
@@ -92,6 +93,8 @@ def peers(case: Case, device: str, family: str | None = None, only: Sequence[str
         makers["flex"] = lambda: _flex(case)
         if case.variant in FLASH_VARIANTS:
             makers |= {name: functools.partial(_flash_attention, case, modules) for name, modules in FLASH_MODULES.items()}
+    if case.variant in SCORES:
+        makers[PLAIN] = lambda: flashgen.compile(case.plain.made(device).variant, family=family)
     found: dict[str, Callable[..., Any]] = {"flashgen": flashgen.compile(case.made(device).variant, family=family)}
     made = {name: _made(make) for name, make in makers.items() if not only or name in only}
     return found | {name: call for name, call in made.items() if call is not None}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import target as targets
-from .cases import Case
+from .cases import SCORES, Case
 from .measure import measure, speedup
 
 TOKENS = 16384  # of a GPU case, so that short sequences fill the machine too
@@ -55,7 +55,20 @@ def presets() -> dict[str, list[tuple[Case, str]]]:
         )
         for variant in ("full", "causal")
     ]  # fmt: skip
-    return {"cpu": cpu, "gpu": gpu, "gpu-variants": variants, "gpu-sparse": sparse, "gpu-shapes": shapes}
+    tuning = [  # 40 problems to tune
+        *((n, dim, "bfloat16", variant, 1) for dim in (64, 128, 256) for n in (512, 2048, 8192) for variant in ("full", "causal")),
+        *((8192, 128, "bfloat16", variant, 1) for variant in (*SCORES, "window", "document", "sink_window", "chunked")),
+        *((4096, 64, "bfloat16", variant, 1) for variant in ("softcap", "alibi", "window", "document")),
+        *((4096, dim, "bfloat16", variant, 1) for dim in (80, 96, 192) for variant in ("full", "causal")),
+        (4096, 128, "float16", "causal", 1), (4096, 64, "float16", "full", 1), (8192, 128, "bfloat16", "causal", 4), (TOKENS, 128, "bfloat16", "causal", 1),
+    ]  # fmt: skip
+    problems = [
+        (Case(TOKENS // n, heads, heads // group, n, dim, dtype, variant), what)
+        for n, dim, dtype, variant, group in tuning
+        for heads in (HIDDEN // dim // group * group,)
+        for what in passes
+    ]
+    return {"gpu-tuning": problems, "cpu": cpu, "gpu": gpu, "gpu-variants": variants, "gpu-sparse": sparse, "gpu-shapes": shapes}
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -108,6 +121,9 @@ def run(
 def line(row: dict[str, Any]) -> str:
     parts = [f"{row['case']:44s} {row['what']:8s} {row['ms']['flashgen']:9.3f} ms {row['tflops']['flashgen']:8.3f} TFLOP/s"]
     parts += [f"{name} {row['tflops'][name]:8.3f} ({speedup(row, name):.2f}x)" for name in row["ms"] if name != "flashgen"]
+    if row["preparation"]:
+        ms, size = row["preparation"]["ms"], row["preparation"]["bytes"]
+        parts.append(f"preparing the mask {ms * 1e3:.1f} us, {size / 1024:.1f} KiB ({ms / row['ms']['flashgen']:.1%})")
     return "  ".join(parts + [f"{name}: {why}" for name, why in row["failed"].items()])
 
 
