@@ -6,7 +6,9 @@ Each is made for batch B, heads H and length N (queries and keys), with its capt
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -265,7 +267,7 @@ MASKS = {
 
 
 def parameter(*shape):
-    return table(*shape).requires_grad_()
+    return table(*shape).to(IDS.device).requires_grad_()
 
 
 def learned():
@@ -288,3 +290,14 @@ def learned():
         "two tensors": (lambda s, b, h, q, k: s * half[h] + twice[k], [half, twice]),
         "derived": (lambda s, b, h, q, k: s + (heads * math.pi)[h], [heads]),
     }  # fmt: skip
+
+
+@functools.cache
+def on(device):
+    """This module, or a copy of it whose captured tensors are on another device."""
+    spec = importlib.util.spec_from_file_location(f"{__name__}_{device}", __file__)
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where torch.compile looks its functions up
+    spec.loader.exec_module(found)
+    for names in (vars(found), found.T):
+        names.update({name: value.to(device) for name, value in names.items() if isinstance(value, torch.Tensor)})
+    return found

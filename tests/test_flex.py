@@ -13,19 +13,21 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.attention.flex_attention as torch_flex
-from flex_functions import IDS, MASKS, SCORES, B, H, N, learned
+from flex_functions import IDS, MASKS, SCORES, B, H, N, learned, on
 from torch._higher_order_ops.flex_attention import math_attention
 
 import flashgen as fg
 from flashgen import block_mask, closures
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAIRS = [(score, list(MASKS)[n % len(MASKS)]) for n, score in enumerate(SCORES)]  # every score function and every mask at least once
+ONE_OF_EACH_KIND = ("relative", "indexed twice", "0-d", "two tensors", "derived")  # of the learned functions
 
 
-def qkv(batch=B, heads=H, kv_heads=H, q_len=N, kv_len=N, dim=16, grad=False):
+def qkv(batch=B, heads=H, kv_heads=H, q_len=N, kv_len=N, dim=16, grad=False, device="cpu"):
     g = torch.Generator().manual_seed(5)
     shapes = [(batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim)]
-    return [torch.randn(s, generator=g, requires_grad=grad) for s in shapes]
+    return [torch.randn(s, generator=g).to(device).requires_grad_(grad) for s in shapes]
 
 
 def expected(q, k, v, score=None, mask=None, scale=None):
@@ -37,7 +39,7 @@ def expected(q, k, v, score=None, mask=None, scale=None):
 
 
 def attend(q, k, v, score=None, mask=None, compiled=False, **options):
-    made = None if mask is None else fg.create_block_mask(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    made = None if mask is None else fg.create_block_mask(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device)
     function = torch.compile(fg.flex_attention, backend="aot_eager", fullgraph=True) if compiled else fg.flex_attention
     out, aux = function(q, k, v, score, made, return_aux=fg.AuxRequest(lse=True, max_scores=True), **options)
     return out, aux.lse, aux.max_scores
@@ -54,33 +56,27 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=lambda name: name.replace(" ", "_"))
-def test_examples_give_what_torch_gives(score, mask):
-    q, k, v = qkv()
-    close(attend(q, k, v, SCORES[score], MASKS[mask]), expected(q, k, v, SCORES[score], MASKS[mask]))
-
-
-@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=lambda name: name.replace(" ", "_"))
-def test_examples_compiled_give_what_torch_gives(score, mask):
-    q, k, v = qkv()
-    close(attend(q, k, v, SCORES[score], MASKS[mask], compiled=True), expected(q, k, v, SCORES[score], MASKS[mask]))
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", learned(), ids=lambda name: name.replace(" ", "_"))
-def test_gradients_of_learned_captures(name, compiled):
-    if compiled and name not in ("relative", "indexed twice", "0-d", "two tensors", "derived"):
-        pytest.skip("one of each kind is compiled")
-    score, parameters = learned()[name]
+@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=lambda name: name.replace(" ", "_"))
+def test_examples_give_what_torch_gives(score, mask, compiled, device):
+    made, qkv_ = on(device), qkv(device=device)
+    close(attend(*qkv_, made.SCORES[score], made.MASKS[mask], compiled), expected(*qkv_, made.SCORES[score], made.MASKS[mask]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in learned()), *((name, True) for name in ONE_OF_EACH_KIND)], ids=str)
+def test_gradients_of_learned_captures(name, compiled, device):
+    score, parameters = on(device).learned()[name]
     mask = MASKS["causal window"]
-    leaves = [*qkv(grad=True), *parameters]
-    weight = torch.randn(B, H, N, 16, generator=torch.Generator().manual_seed(1))
+    leaves = [*qkv(grad=True, device=device), *parameters]
+    weight = torch.randn(B, H, N, 16, generator=torch.Generator().manual_seed(1)).to(device)
 
     def gradients(out, lse, _):
         return torch.autograd.grad((out * weight).sum() + lse.sin().sum(), leaves)
 
     # index tensors that broadcast, in place of torch's vmap, which has no rule for some of these gradients
-    axis = lambda at, n: torch.arange(n).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731
+    axis = lambda at, n: torch.arange(n, device=device).view([-1 if i == at else 1 for i in range(4)])  # noqa: E731
     b, h, q, k = axis(0, B), axis(1, H), axis(2, N), axis(3, N)
     plain = (lambda s, b, h, q, k: s + parameters[0][q, k]) if name == "chained" else score
     s = plain(leaves[0] @ leaves[1].transpose(-1, -2) / 4, b, h, q, k).masked_fill(~mask(b, h, q, k), float("-inf"))
