@@ -140,8 +140,9 @@ def test_explain_says_which_way_is_used(name):
 
 @pytest.mark.parametrize("shape,dimensions", [((96,), 1), ((97,), 1), ((3, 50), 1), ((2, 70, 33), 2), ((1,), 1), ((64, 64), 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8, torch.int8, torch.int16], ids=str)
-def test_tables_hold_the_least_and_largest_of_each_block(shape, dimensions, dtype):
-    t = torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=G).to(dtype)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_hold_the_least_and_largest_of_each_block(shape, dimensions, dtype, device):
+    t = torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=G).to(device, dtype)
     least, most = tables.block_bounds(t, dimensions)
     assert least.is_contiguous() and most.is_contiguous() and least.dtype == most.dtype == dtype
     blocked = [bounds.BLOCK if d >= len(shape) - dimensions else 1 for d in range(len(shape))]
