@@ -40,6 +40,7 @@ def explain(
     ]
     lines += [f"Family: {name}." + "".join(f" Passed over {n}: {' '.join(r)}" for n, r in passed.items())]
     lines += ["", "Proved", *(f"  {s}" for s in _sentences(facts, form, numbers))]
+    lines += _arguments(numbers)
     tiles, traffic = forecast(form, problem, target, shapes, best.plan, numbers)
     lines += [
         f"  Tiles of {best.plan.block_q} x {best.plan.block_kv} per head: {tiles.full:.0f} full (no mask code), {tiles.partial:.0f} partial, "
@@ -72,6 +73,17 @@ def _sentences(facts: Facts, form: Form, numbers: Traced) -> list[str]:
     """What was proved, with the present values of captured numbers instead of the names that the emitted text gives them."""
     text = f"{describe(facts.kv_bounds, 'k', form, numbers.ints)} (bounds of the loop; the mask itself is tested in partial tiles)"
     return replace(facts, kv_text=text).sentences
+
+
+def _arguments(numbers: Traced) -> list[str]:
+    """What the names of captured values stand for that the emitted text gives them."""
+    named = [f"capture_{n} is {_described(c.tensor)}" for n, c in enumerate(numbers.captures)]
+    named += [f"{kind}_{n} = {x}" for kind, values in (("float", numbers.floats), ("int", numbers.ints)) for n, x in enumerate(values)]
+    return [f"  In the emitted text {', '.join(named)}."] if named else []
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "an input" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _visible_pairs(form: Form, shape: Shape, numbers: Traced) -> float | None:

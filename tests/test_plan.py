@@ -107,6 +107,14 @@ def test_explain_says_bounds_as_they_are_written_and_only_what_differs():
         assert fields == "..." or (fields and not own & set(fields.split(", "))), line
 
 
+def test_explain_says_what_the_emitted_names_stand_for():
+    strength, first = torch.ones(4), 16
+    variant = fg.Variant(head_dim=64, mask=lambda b, h, q, k: (k <= q) | (k < first), score=lambda s, b, h, q, k: s - strength[h] * (q - k) * 0.25)
+    text = fg.compile(variant).explain()
+    assert "In the emitted text capture_0 is float32 (4,), float_0 = 0.25, int_0 = 16." in text
+    assert "In the emitted text" not in fg.compile(fg.Variant(head_dim=64, mask=fg.causal)).explain()
+
+
 def test_explain_names_the_busiest_unit_of_a_hopper_tile():
     """Products of a tile of 128 x 128 at head dim 128 take 2 * 128^3 * 2 / 4096 clocks; tanh doubles the special functions, which bind at head dim 64."""
     q = torch.empty(1, 1, 4096, 128, dtype=torch.bfloat16).expand(1, 16, 4096, 128)
