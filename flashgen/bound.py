@@ -60,7 +60,7 @@ class Bound:
 
     def __init__(self, loaded: Loaded, arguments: Mapping[str, Any], sizes: Sizes, scratch: Iterable[Workspace] = ()):
         executable, state = loaded.executable, loaded.state
-        self._device_number, self._current_device, self._stream = state.number, state.current, state.stream
+        self.device_number, self.current_device, self._stream = state.number, state.current, state.stream
         self._prepare = loaded.starter(sizes)
         fields = executable.params.fields
         family = families.get(executable.plan.family)
@@ -81,13 +81,13 @@ class Bound:
 
     def start(self, addresses: Mapping[str, int]) -> None:
         """Launch with these addresses, by name."""
+        if self.current_device() != self.device_number:
+            with torch.cuda.device(self.device_number):
+                return self.start(addresses)
         self.launch(*[addresses[name] for name in self.given])
 
     def launch(self, *addresses: int) -> None:
-        """Launch with these addresses, those of ``given``."""
-        if self._current_device() != self._device_number:
-            with torch.cuda.device(self._device_number):
-                return self.launch(*addresses)
+        """Launch with these addresses, those of ``given``, where the current device is theirs."""
         stream = self._stream()
         ready = self._ready.by_stream.get(stream) or self._readied(stream)
         if ready.memory is None or self._capturing():

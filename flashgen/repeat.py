@@ -10,6 +10,7 @@ has just used, where every further object costs about a tenth of a microsecond.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import ops, runs
-from .calls import Backward, Call, output_like, prepared
+from .calls import Backward, Call, output_like, prepared, statistics_of
 from .passes import Pass
 
-Maker = Callable[[Tensor], Tensor]
+Maker = Callable[[], Tensor]
 
-_empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _ALL = (False, True, True, True)  # what needs a gradient, of the arguments of ``_Attention``
 
@@ -99,17 +99,18 @@ class Repeat:
 
     def __init__(self, text: str, call: Call, out: Tensor):
         self._generation = _generation
-        # Statistics are made like this one, which has their shape and dtype and no memory of its own.
-        self._lse = torch.empty((), dtype=torch.float64 if out.dtype == torch.float64 else torch.float32, device=out.device).expand(out.shape[:3])
-        self._make_out = _maker(call.q, out)
-        lse = torch.empty_like(self._lse)
+        lse = statistics_of(call.q)
+        self._make_out, self._make_lse = _maker(out), _maker(lse)
         bound = runs.bind(Pass(text, call, {"q": call.q, "k": call.k, "v": call.v, "out": out}, lse, {"lse": lse}))
         assert bound.given == ("q", "k", "v", "out", "lse")
-        self._launch = bound.launch
+        self._launch, self.current_device, self.device_number = bound.launch, bound.current_device, bound.device_number
         self._backwards = tuple([Backwards(self, text, call[3:], deterministic) for deterministic in (False, True)])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None) -> Tensor | None:
         """The output, differentiable; None if these tensors need the long way after all."""
+        if self.current_device() != self.device_number:
+            with torch.cuda.device(self.device_number):
+                return self(q, k, v, deterministic)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (addresses[0] | addresses[1] | addresses[2]) % 16 or 0 in addresses or self._generation != _generation:
             return None
@@ -119,7 +120,7 @@ class Repeat:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """The output, its statistics, and the addresses of q, k, v and these."""
-        out, lse = self._make_out(q), _empty_like(self._lse)
+        out, lse = self._make_out(), self._make_lse()
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
         self._launch(*addresses)
         return out, lse, addresses
@@ -140,21 +141,26 @@ class Backwards:
 
     def __init__(self, repeat: Repeat, text: str, numbers: tuple, deterministic: bool):
         self.repeat, self._text, self._numbers, self._deterministic = repeat, text, numbers, deterministic
+        self._current_device, self._device_number = repeat.current_device, repeat.device_number
         self._known: dict[Any, _Layout] = {}
-        # Of a backward of all three gradients, made by torch.empty_like, from the tensors of the forward: what recognizes dout, and the launch.
-        self._latest: tuple[Callable[..., bool], Callable[..., None]] | None = None
+        # Of a backward of all three gradients, from the tensors of the forward: what recognizes dout, makes dq, dk and dv, and launches.
+        self._latest: tuple[Any, ...] | None = None
 
     def __call__(self, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of a forward. ctx: that of ``_Attention``."""
         q, k, v, out, lse = saved = ctx.saved_tensors
         latest, needs = self._latest, ctx.needs_input_grad
         if latest is not None and needs == _ALL and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
+            _, make_dq, make_dk, make_dv, launch = latest
             # What a hook hands back for a saved tensor is that tensor, or lies elsewhere.
             addresses, at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), dout.data_ptr()
-            if addresses == ctx.addresses and at and not at % 16:
-                dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
-                latest[1](*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
+            if addresses == ctx.addresses and at and not at % 16 and self._current_device() == self._device_number:
+                dq, dk, dv = make_dq(), make_dk(), make_dv()
+                launch(*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
                 return None, dq, dk, dv
+        if self._current_device() != self._device_number:
+            with torch.cuda.device(self._device_number):
+                return self._repeated(*saved, dout=dout, needs=needs, addresses=ctx.addresses)
         return self._repeated(*saved, dout=dout, needs=needs, addresses=ctx.addresses)
 
     def _repeated(
@@ -171,10 +177,10 @@ class Backwards:
             layout = self._known.get(key)
             if layout is None:
                 layout = self._known[key] = self._bind(*tensors, wanted=wanted)
-            gradients = tuple([make and make(t) for make, t in zip(layout.makers, tensors)])
+            gradients = tuple([make and make() for make in layout.makers])
             layout.launch(*found[:4], found[5], *[t.data_ptr() for t in gradients if t is not None], found[4])
-            if found[:5] == addresses and all(make is torch.empty_like for make in layout.makers):
-                self._latest = recognizer(dout), layout.launch
+            if found[:5] == addresses and needs == _ALL:
+                self._latest = recognizer(dout), *layout.makers, layout.launch
         if _is_grad_enabled():  # create_graph=True
             gradients = tuple([None if g is None else ops.Once.apply(g, dout, q, k, v) for g in gradients])
         return None, *gradients
@@ -192,16 +198,17 @@ class Backwards:
         given = Backward(dout, None, out, out.new_empty(0), lse, list(wanted), [], self._deterministic)
         bound = runs.bind(Pass(self._text, Call(q, k, v, *self._numbers), tensors, lse, {"lse": lse}, given=given))
         assert bound.given == (*tensors, "lse")
-        return _Layout(bound.launch, [_maker(t, gradient) if w else None for t, gradient, w in zip((q, k, v), made, wanted)])
+        return _Layout(bound.launch, [_maker(gradient) if w else None for gradient, w in zip(made, wanted)])
 
 
-def _maker(source: Tensor, example: Tensor) -> Maker:
-    """Makes tensors with the shape and strides of ``example``: from ``source`` where torch's shortest call does."""
-    like = torch.empty_like(source)
-    if like.shape == example.shape and like.stride() == example.stride():
-        return torch.empty_like
-    shape, strides, dtype, device = example.shape, example.stride(), example.dtype, example.device
-    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def _maker(example: Tensor) -> Maker:
+    """Makes tensors like ``example``, with its strides, on the current device: by torch's shortest way, that of the code which its own compiler writes."""
+    return _made(example.device.type, tuple(example.shape), example.stride(), example.dtype)
+
+
+@lru_cache(maxsize=4096)  # one for all tensors alike, so that less has to be fetched into a thread's caches
+def _made(device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Maker:
+    return partial(getattr(torch._C._dynamo.guards, f"_empty_strided_{device}"), shape, strides, dtype)
 
 
 class _Attention(torch.autograd.Function):
