@@ -111,19 +111,20 @@ class Repeat:
         if self.current_device() != self.device_number:
             with torch.cuda.device(self.device_number):
                 return self(q, k, v, deterministic)
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (addresses[0] | addresses[1] | addresses[2]) % 16 or 0 in addresses or self._generation != _generation:
+        addresses = a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (a | b | c) % 16 or not (a and b and c) or self._generation != _generation:
             return None
         if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _attend(self._backwards[torch._C._get_deterministic_algorithms() if deterministic is None else deterministic], q, k, v)
-        return self.run(q, k, v)[0]
+            backwards = self._backwards[torch._C._get_deterministic_algorithms() if deterministic is None else deterministic]
+            return _attend((backwards, addresses), q, k, v)
+        return self.run(addresses)[0]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """The output, its statistics, and the addresses of q, k, v and these."""
+    def run(self, addresses: tuple[int, int, int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """The output, its statistics, and the addresses of q, k, v and these. addresses: of q, k and v."""
         out, lse = self._make_out(), self._make_lse()
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self._launch(*addresses)
-        return out, lse, addresses
+        every = *addresses, out.data_ptr(), lse.data_ptr()
+        self._launch(*every)
+        return out, lse, every
 
 
 class _Layout(NamedTuple):
@@ -141,27 +142,17 @@ class Backwards:
 
     def __init__(self, repeat: Repeat, text: str, numbers: tuple, deterministic: bool):
         self.repeat, self._text, self._numbers, self._deterministic = repeat, text, numbers, deterministic
-        self._current_device, self._device_number = repeat.current_device, repeat.device_number
+        self.current_device, self.device_number = repeat.current_device, repeat.device_number
         self._known: dict[Any, _Layout] = {}
         # Of a backward of all three gradients, from the tensors of the forward: what recognizes dout, makes dq, dk and dv, and launches.
-        self._latest: tuple[Any, ...] | None = None
+        self.latest: tuple[Any, ...] | None = None
 
-    def __call__(self, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of a forward. ctx: that of ``_Attention``."""
-        q, k, v, out, lse = saved = ctx.saved_tensors
-        latest, needs = self._latest, ctx.needs_input_grad
-        if latest is not None and needs == _ALL and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
-            _, make_dq, make_dk, make_dv, launch = latest
-            # What a hook hands back for a saved tensor is that tensor, or lies elsewhere.
-            addresses, at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), dout.data_ptr()
-            if addresses == ctx.addresses and at and not at % 16 and self._current_device() == self._device_number:
-                dq, dk, dv = make_dq(), make_dk(), make_dv()
-                launch(*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
-                return None, dq, dk, dv
-        if self._current_device() != self._device_number:
-            with torch.cuda.device(self._device_number):
-                return self._repeated(*saved, dout=dout, needs=needs, addresses=ctx.addresses)
-        return self._repeated(*saved, dout=dout, needs=needs, addresses=ctx.addresses)
+    def __call__(self, saved: tuple[Tensor, ...], dout: Tensor, needs: tuple[bool, ...], addresses: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients of a forward. saved: q, k, v, out and lse, which lay at ``addresses``. needs: of the arguments of ``_Attention``."""
+        if self.current_device() != self.device_number:
+            with torch.cuda.device(self.device_number):
+                return self(saved, dout, needs, addresses)
+        return self._repeated(*saved, dout=dout, needs=needs, addresses=addresses)
 
     def _repeated(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, dout: Tensor, needs: tuple[bool, ...], addresses: tuple[int, ...]
@@ -180,7 +171,7 @@ class Backwards:
             gradients = tuple([make and make() for make in layout.makers])
             layout.launch(*found[:4], found[5], *[t.data_ptr() for t in gradients if t is not None], found[4])
             if found[:5] == addresses and needs == _ALL:
-                self._latest = recognizer(dout), *layout.makers, layout.launch
+                self.latest = recognizer(dout), *layout.makers, layout.launch
         if _is_grad_enabled():  # create_graph=True
             gradients = tuple([None if g is None else ops.Once.apply(g, dout, q, k, v) for g in gradients])
         return None, *gradients
@@ -212,22 +203,39 @@ def _made(device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: 
 
 
 class _Attention(torch.autograd.Function):
-    """ops.Attention for a Repeat: (its backward, q, k, v) -> out."""
+    """ops.Attention for a Repeat: ((its backward, addresses of q, k and v), q, k, v) -> out."""
 
     @staticmethod
-    def forward(ctx: Any, backwards: Backwards, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse, ctx.addresses = backwards.repeat.run(q, k, v)
+    def forward(ctx: Any, origin: tuple[Backwards, tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        backwards, addresses = origin
+        out, lse, every = backwards.repeat.run(addresses)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backwards = backwards
+        ctx.origin = backwards, every
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        backwards: Backwards = ctx.backwards
-        return backwards.computed(ctx.saved_tensors, dout, ctx.needs_input_grad) if is_compiling() else backwards(ctx, dout)
+        (backwards, addresses), saved, needs = ctx.origin, ctx.saved_tensors, ctx.needs_input_grad
+        return backwards.computed(saved, dout, needs) if is_compiling() else backwards(saved, dout, needs, addresses)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """``_Attention.backward``, shorter for all three gradients of the tensors of the forward."""
+    q, k, v, out, lse = saved = ctx.saved_tensors
+    (backwards, lay), needs = ctx.origin, ctx.needs_input_grad
+    latest = backwards.latest
+    if latest is not None and needs == _ALL and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
+        # What a hook hands back for a saved tensor is that tensor, or lies elsewhere.
+        addresses, at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), dout.data_ptr()
+        if addresses == lay and at and not at % 16 and backwards.current_device() == backwards.device_number:
+            _, make_dq, make_dk, make_dv, launch = latest
+            dq, dk, dv = make_dq(), make_dk(), make_dv()
+            launch(*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
+            return None, dq, dk, dv
+    return backwards(saved, dout, needs, lay)
 
 
 # Function.apply without its detour for torch.func's transforms, under which no call is a plain one.
 _attend = super(torch.autograd.Function, _Attention).apply
 # What autograd's engine calls, without its detour to ``backward``, which stands for what compiled autograd traces.
-_Attention._backward_cls.apply = lambda ctx, dout: ctx.backwards(ctx, dout)  # type: ignore[attr-defined]
+_Attention._backward_cls.apply = _differentiate  # type: ignore[attr-defined]
