@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -330,6 +331,34 @@ def test_a_saved_tensor_changed_in_place_is_told():
             k.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out, q)
+
+
+def test_tensors_of_another_device_than_the_current_one(monkeypatch, counted):
+    current, seen = [1], []
+
+    class Device:
+        def __init__(self, number: int):
+            self.number, self.before = number, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.number
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    loaded, launch, made = runs._loaded, bound.Bound.launch, repeat._made
+    state = lambda work: loaded(work).state._replace(current=lambda: current[0])  # noqa: E731
+    monkeypatch.setattr(runs, "_loaded", lambda work: replace(loaded(work), state=state(work)))
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(bound.Bound, "launch", lambda self, *a: seen.append(current[0]) or launch(self, *a))
+    monkeypatch.setattr(repeat, "_made", lambda *a: lambda: seen.append(current[0]) or made(*a)())
+    repeat.forget()
+    attend = kernel()
+    for seed in range(4):
+        tensors = [t.requires_grad_() for t in make(seed)]
+        torch.autograd.grad(attend(*tensors).square().sum(), tensors)
+    assert len(counted) == 3 and len(seen) == 2 + 3 * 7 and not any(seen) and current == [1]
+    repeat.forget()
 
 
 def test_compiled_autograd_takes_the_operator(counted):
