@@ -134,7 +134,7 @@ def _compile_first_clean(form: Form, problem: Problem, target: Target, family: s
     key, binary = build.build_cached(emit_source(form, problem, target, first), target)
     best = (spilled_bytes(binary), first, key, binary)
     if target.kind == "cuda" and problem.dtype_bytes == 2 and best[0]:
-        names = ("block_q", "block_kv", "warps", "ctas", "dq_block_kv", "consumer_registers", "ahead")
+        names = ("block_q", "block_kv", "warps", "ctas", "dq_block_kv", "consumer_registers", "ahead", "mask_bits")
         tile = lambda plan: tuple(n for name, n in plan.fields if name in names)  # noqa: E731
         hopeless, built = {tile(first)} if best[0] > HOPELESS_BYTES else set(), 1
         for candidate in ranked(form, problem, target, first.family, forced)[1:]:

@@ -67,7 +67,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dim_qk), "columns_v": block_columns(dim_v), "sms": target.sms,
         "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128),  # 2-9% faster at 64, 1-3% at 256, even or slower at 128
-        "mask_bits": int(facts.data_dependent or facts.mask_ops > MASK_OPS),
+        "mask_bits": int(facts.mask_ops > MASK_OPS or (facts.data_dependent and bool(facts.loads_per_pair or facts.listed))),
         "ahead": int(facts.has_score),  # what scores need of keys or differences is computed before q . k is there
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
@@ -92,6 +92,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
         splits = [{"consumer_registers": 224, "producer_registers": 56}, ROOMY_PRODUCER]
         tiles = [values for values in tiles if values[0] == 2]
+        if not common["mask_bits"]:
+            splits = [{**split, "mask_bits": bits} for bits in (0, 1) for split in splits]
     points = [{**common, **dict(zip(names, values, strict=True)), **split} for values in tiles for split in splits]
     if masked and not facts.data_dependent:  # where a mask of many operations spills: its bounds over a tile in the producer, itself in the consumers
         place = next(n for n, p in enumerate(points) if p["consumers"] == 2)
