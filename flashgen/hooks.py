@@ -56,6 +56,8 @@ class Hooks:
     q_from: list[str]
     listed: bool  # the three step along explicit blocks
     scanned: bool  # tile_class reads captured tensors
+    mask_loads: bool  # mask() itself reads them
+    mask_rows: list[str]  # fields of Row that mask() reads
     mask_cols: list[str]  # fields of Col that mask() reads
     visible: list[str]  # where the keys of a row are one interval
     gain: list[str]  # with raw scores: the factor that score() leaves out
@@ -116,7 +118,8 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
-        [stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == "col" and i in stages.field],
+        any(form.nodes[i].op == "load" and _stage(form.depends[i]) is None for i in form.reachable(form.mask)),
+        *([stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == stage and i in stages.field] for stage in ("row", "col")),
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
         *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score),
     )  # fmt: skip
