@@ -119,7 +119,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         any(form.nodes[i].op == "load" and _stage(form.depends[i]) is None for i in form.reachable(form.mask)),
-        *([stages.field[i] for i in sorted(extended.reachable(form.mask)) if stages.home.get(i) == stage and i in stages.field] for stage in ("row", "col")),
+        stages.behind("row", form.mask), stages.behind("col", form.mask),
         _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
         *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score),
     )  # fmt: skip
@@ -222,6 +222,10 @@ class _Stages:
         """The fields of a stage that the innermost function of ``root`` reads."""
         inner = {i for i in self.form.reachable(root) if self.home[i] is None} if root >= 0 else set()
         return sorted({self.field[a] for i in inner for a in self.form.nodes[i].args if a in self.field and self.home[a] == stage})
+
+    def behind(self, stage: str, root: int) -> list[str]:
+        """The fields of a stage that ``root`` is made of."""
+        return [self.field[i] for i in sorted(self.form.reachable(root)) if self.home.get(i) == stage and i in self.field]
 
     def _storable(self, i: int) -> bool:
         return self.home[i] is not None and self.form.nodes[i].op not in ("const", "number", *_LEAVES)

@@ -560,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Steps take a described tile and return the next one.
     auto first_step = [&](int described) {
       const int tile = described >> KIND_BITS;
-      const bool partial = (described >> 2 * group & 3) != fg::FULL;
+      const bool partial = fg::uniform((described >> 2 * group & 3) != fg::FULL);
       fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
       start_scores();
       const int next = fg::shared_int(smem.next_tiles[ring.slot]);
@@ -575,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     };
     auto step = [&](int described) {
       const int tile = described >> KIND_BITS;
-      const bool partial = (described >> 2 * group & 3) != fg::FULL;
+      const bool partial = fg::uniform((described >> 2 * group & 3) != fg::FULL);
       fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
       start_scores();
       start_out();
