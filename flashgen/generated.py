@@ -110,8 +110,12 @@ def _causal_sink() -> Variant:
     return Variant(mask=catalogue.causal, sink=True)
 
 
+def _documents(*, sink: bool = False) -> Variant:
+    return Variant(mask=catalogue.causal & catalogue.document(torch.zeros(2, 4096, dtype=torch.int32)), sink=sink)
+
+
 def _documents_sink() -> Variant:
-    return Variant(mask=catalogue.causal & catalogue.document(torch.zeros(2, 4096, dtype=torch.int32)), sink=True)
+    return _documents(sink=True)
 
 
 def _learned_table() -> Variant:
@@ -155,6 +159,8 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm90_causal_forward_bfloat16", _causal, _problem("bfloat16", 128), HOPPER),
         Golden("sm90_window_softcap_forward_bfloat16", _window_softcap, _problem("bfloat16", 128, group=2, bounded=True, positive_gain=True), HOPPER),
         Golden("sm90_own_functions_forward_float16", _own_functions, _problem("float16", 128), HOPPER),
+        Golden("sm90_documents_forward_bfloat16", _documents, _problem("bfloat16", 128), HOPPER),
+        Golden("sm90_documents_backward_bfloat16", _documents, _problem("bfloat16", 128, "backward"), HOPPER),
         Golden("sm90_blocks_forward_bfloat16", _blocks, _problem("bfloat16", 128), HOPPER),
         Golden("sm90_blocks_backward_bfloat16", _blocks, _problem("bfloat16", 128, "backward"), HOPPER),
         Golden("sm90_first_keys_and_window_forward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64), HOPPER),
