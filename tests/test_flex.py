@@ -47,7 +47,8 @@ def attend(q, k, v, score=None, mask=None, compiled=False, **options):
 
 def close(got, want, atol=3e-5):
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=atol, rtol=3e-5, equal_nan=True)
+        rtol = 2e-4 if a.is_cuda else 3e-5  # q . k is summed in another order there, which 1 / s near 0 magnifies
+        torch.testing.assert_close(a, b, atol=atol, rtol=rtol, equal_nan=True)
 
 
 @pytest.fixture(autouse=True)
