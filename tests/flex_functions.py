@@ -294,7 +294,7 @@ def learned():
 
 @functools.cache
 def on(device):
-    """This module, or a copy of it whose captured tensors are on another device."""
+    """A copy of this module whose captured tensors are on the device."""
     spec = importlib.util.spec_from_file_location(f"{__name__}_{device}", __file__)
     found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where torch.compile looks its functions up
     spec.loader.exec_module(found)

@@ -61,8 +61,9 @@ def _fresh_dynamo():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("score", "mask"), PAIRS, ids=lambda name: name.replace(" ", "_"))
 def test_examples_give_what_torch_gives(score, mask, compiled, device):
-    made, qkv_ = on(device), qkv(device=device)
-    close(attend(*qkv_, made.SCORES[score], made.MASKS[mask], compiled), expected(*qkv_, made.SCORES[score], made.MASKS[mask]))
+    tensors, functions = qkv(device=device), on(device)
+    score, mask = functions.SCORES[score], functions.MASKS[mask]
+    close(attend(*tensors, score, mask, compiled), expected(*tensors, score, mask))
 
 
 @pytest.mark.parametrize("device", DEVICES)
