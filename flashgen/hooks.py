@@ -6,7 +6,7 @@ Every node is computed at the earliest stage that knows its symbols: b, h -> Uni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from . import bounds, derivative, ranges
 from .form import Form
 from .interval import Evaluator, PrintedSpans
-from .language import BOOL, INT, REAL
-from .printer import C_TYPES, SUM, Printer
+from .language import BOOL, INT, LONG, REAL
+from .printer import C_TYPES, STORAGE_TYPES, SUM, Printer
 from .problem import Problem
 from .rewrite import HEAD, exact_nodes, multiply_by_reciprocals, unscaled
 
@@ -37,6 +37,18 @@ class Stage:
 
 
 @dataclass
+class Entries:
+    """A Gap that is made of one entry of a captured tensor, looked up by q - k: entries of neighbours lie side by side as far as no index is clamped."""
+
+    type: str  # C type of an entry
+    direction: int  # 1 or -1: what the index grows by as q - k grows by 1, where it does not stand still
+    base: list[str]  # body of gap_entries
+    index: list[str]  # body of gap_index
+    gap: list[str]  # body of gap_of
+    stride: str  # of the tensor's last dimension
+
+
+@dataclass
 class Hooks:
     """What ``part/hooks`` prints. A function that does not exist for this variant has no lines."""
 
@@ -44,6 +56,7 @@ class Hooks:
     row: Stage
     col: Stage
     gap: Stage  # with raw scores: what depends on q - k alone
+    entries: Entries | None
     score: list[str]
     score_grad: list[str]
     capture_grads: list[str]
@@ -114,7 +127,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         capture_lines = stages.function(wanted, finish)
     tables = bounds.tables(form, problem)
     return Hooks(
-        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], stages.stages["gap"], score_lines, grad_lines, capture_lines, mask_lines,
+        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], stages.stages["gap"], stages.entries(), score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
@@ -191,8 +204,10 @@ class _Stages:
         crossing = {i for i in roots if self._storable(i)}
         for i in needed:
             crossing |= {a for a in form.nodes[i].args if self.home[a] != self.home[i] and self._storable(a)}
+        self.gap = -1
         if gaps_of >= 0 and len(gaps := self._gaps(gaps_of)) == 1:  # of several a thread would have to hold too many
-            self.home |= dict.fromkeys(gaps, "gap")
+            (self.gap,) = gaps
+            self.home[self.gap] = "gap"
             crossing |= gaps
         for i in sorted(crossing):
             stage = self.home[i]
@@ -217,6 +232,49 @@ class _Stages:
                 found.add(i)
         plain = {i for i in found if nodes[i].op == "sub"}
         return {a for i in reachable - found for a in nodes[i].args if a in found and a not in plain} | ({score} & found)
+
+    def entries(self) -> Entries | None:
+        """The gap as an entry of a captured tensor, if it is made of one whose last index alone depends on q - k, and changes by at most as much as q - k."""
+        nodes, depends = self.form.nodes, self.form.depends
+        loads = [i for i in self.form.reachable(self.gap) if nodes[i].op == "load" and "q" in depends[i]] if self.gap >= 0 else []
+        if len(loads) != 1 or any("q" in depends[a] for a in nodes[loads[0]].args[:-1]):
+            return None
+        node = nodes[loads[0]]
+        slot, *_, last = node.data, *node.args
+        apart = {i for i in self.form.reachable(self.gap) if "q" in depends[i]} - self.form.reachable(loads[0])
+        direction = self._direction(last)
+        if not direction or any(nodes[a].op in ("q", "k") for i in apart for a in nodes[i].args):  # q - k is needed beside the entry
+            return None
+        capture, dimension = f"p.capture_{slot}", len(node.args) - 1
+        terms = lambda p: [f"fg::clamp_index({p.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args[:-1])]  # noqa: E731
+        index = lambda p: f"fg::clamp_index({p.expression(last)}, {capture}_size_{dimension})"  # noqa: E731
+
+        def function(roots: list[int], finish: Callable[[Printer], str], known: Mapping[int, str]) -> list[str]:
+            printer = Printer(self.form, self.real, lambda i: known.get(i) or self._name(i, "gap"), self.exact, narrow=True)
+            return [*printer.statements(roots), f"{finish(printer)};"]
+
+        differences = {i: "d" for i in self.form.reachable(last) if nodes[i].op == "sub" and [nodes[a].op for a in nodes[i].args] == ["q", "k"]}
+        return Entries(
+            STORAGE_TYPES[self.form.captures[slot].dtype], direction,
+            function(list(node.args[:-1]), lambda p: f"return {' + '.join([capture, *terms(p)])}", {}),
+            function([last], lambda p: f"return {index(p)}", differences),
+            function([self.gap], lambda p: f"g.{self.field[self.gap]} = {p.expression(self.gap)}", {loads[0]: Printer.stored("entry", node.type)}),
+            f"{capture}_stride_{dimension}",
+        )  # fmt: skip
+
+    def _direction(self, i: int) -> int:
+        """1 or -1: where node i changes as q - k grows by 1, it changes by this; 0: not known to."""
+        node, uniform = self.form.nodes[i], lambda a: not self.form.depends[a] & {"q", "k"}
+        if node.op == "sub" and [self.form.nodes[a].op for a in node.args] == ["q", "k"]:
+            return 1
+        if node.type not in (INT, LONG):
+            return 0
+        if node.op in ("neg", "cast"):
+            return self._direction(node.args[0]) * (-1 if node.op == "neg" else 1)
+        if node.op in ("add", "sub", "minimum", "maximum") and sum(map(uniform, node.args)) == 1:
+            (inner,) = (a for a in node.args if not uniform(a))
+            return self._direction(inner) * (-1 if node.op == "sub" and inner == node.args[1] else 1)
+        return 0
 
     def read(self, stage: str, root: int) -> list[str]:
         """The fields of a stage that the innermost function of ``root`` reads."""

@@ -167,12 +167,17 @@ class Printer:
             element = f"fg::element({' + '.join([capture, *terms[:-1]])}, {last})"
         else:
             element = f"{capture}[{' + '.join(terms) or '0'}]"
-        match node.type:
+        return self.stored(element, node.type)
+
+    @staticmethod
+    def stored(element: str, kind: str) -> str:
+        """An element of a captured tensor as a value of the type ``kind``."""
+        match kind:
             case "real":
                 return f"real(fg::to_real({element}))"
             case "bool":
                 return f"({element} != 0)"
-        return f"int({element})" if node.type == INT else element
+        return f"int({element})" if kind == INT else element
 
     def _bits(self, node: Node) -> tuple[str, int]:
         # & and | of conditions rather than && and ||: no branches, so that loops vectorise

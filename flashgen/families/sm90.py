@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persistent blocks that stride; persistent blocks that draw from a counter
-# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first. The sum over warpgroups is what the launch got:
-# 504 for 384 threads, else 512.
+# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first. The sum over warpgroups is at most what the launch
+# got, 504 for 384 threads, else 512: with more, setmaxnreg waits forever.
 REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
 ROOMY_PRODUCER = {"consumer_registers": 208, "producer_registers": 88}  # of two consumer warpgroups
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
@@ -63,24 +63,29 @@ def _consumer_registers(fields: dict[str, Any]) -> Any:
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
     """Candidate plans, best guess first on ties."""
     dim_qk, dim_v = (16 * ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
-    masked, long = facts.has_mask, problem.size == "long"
+    masked, long, packed = facts.has_mask, problem.size == "long", problem.layout == "varlen"
+    steady = masked and not packed and not facts.data_dependent  # which tiles a row of them takes follows from lengths alone
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dim_qk), "columns_v": block_columns(dim_v), "sms": target.sms,
-        "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128),  # 2-9% faster at 64, 1-3% at 256, even or slower at 128
+        # 2-9% faster at 64, 1-3% at 256; at 128 with scores, and where a mask leaves few keys, else even or slower
+        "early_keys": int(not 64 < max(dim_qk, dim_v) <= 128 or facts.has_score or (steady and not long)),
         "mask_bits": int(facts.mask_ops > MASK_OPS or (facts.data_dependent and bool(facts.loads_per_pair or facts.listed))),
-        "ahead": int(facts.has_score),  # what scores need of keys or differences is computed before q . k is there
+        # What scores need of keys or differences is computed before q . k is there. Entries looked up by differences are too many registers with their addresses.
+        "ahead": int(facts.has_score and not facts.loads_per_pair),
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
         "section_bytes": target.l2_bytes * (16 if max(dim_qk, dim_v) <= 128 else 8) // 25 if masked or long else 0,  # the smaller: 3-4% faster at 256
     }  # fmt: skip
-    packed = problem.layout == "varlen"
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
     if max(dim_qk, dim_v) <= 64:
         tiles = [(3, 128, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
     elif max(dim_qk, dim_v) <= 128:
-        tiles = [(2, 128, DYNAMIC, 2, 2, 0, 0)] if masked else [(2, 128, STATIC, 2, 2, 1, 0)]
+        # Three warpgroups hide more of a softmax than two, whose wider tiles are faster where keys are few and where scores load something for each pair.
+        narrow = long and not packed and not facts.data_dependent and not facts.loads_per_pair
+        tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
         if long and not masked:
-            tiles.insert(0, (2, 144, STATIC, 2, 2, 1, 1))
+            tiles.append((2, 144, STATIC, 2, 2, 1, 1))
+        tiles.append((2, 128, DYNAMIC, 2, 2, int(steady), 0) if masked else (2, 128, STATIC, 2, 2, 1, 0))
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
@@ -99,7 +104,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         place = next(n for n, p in enumerate(points) if p["consumers"] == 2)
         points.insert(place + 1, {**points[place], **ROOMY_PRODUCER, "mask_bits": 1})
     if facts.has_score:
-        points.insert(1, {**points[0], "ahead": 0})  # where that takes too many registers
+        points.insert(1, {**points[0], "ahead": 1 - points[0]["ahead"]})  # where that takes too many registers
     if packed:  # pieces are of very different lengths
         points = [{**p, "schedule": DYNAMIC} for p in points]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
@@ -118,14 +123,17 @@ def derive(fields: dict[str, int]) -> dict[str, int]:
 
 
 def constraints(problem: Problem, target: Target) -> list[Constraint]:
-    """Shared memory of a block; registers of a consumer thread (scores, weights and outputs beside the rest)."""
+    """Shared memory of a block; registers of a consumer thread (scores, weights and outputs beside the rest), and of a thread of each warpgroup together."""
     import sympy
 
     f = symbols()
+    given = f["consumers"] * f["consumer_registers"] + f["producer_registers"]
+    got = sympy.Piecewise((sm90_backward.LAUNCH_REGISTERS, sympy.Eq(f["consumers"], 2)), (512, True))
     held = _consumer_registers(f) + MOST_REGISTERS - f["consumer_registers"]  # with those that the split among warpgroups leaves it without
     return [
         Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
         Constraint("registers of a consumer", held, MOST_REGISTERS, "registers"),
+        Constraint("registers of all warpgroups beyond those of the launch", given - got, 0, "registers"),
     ]
 
 

@@ -21,7 +21,8 @@ NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
 BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
 THREADS = 384  # of a block: a producer and two consumer warpgroups
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
-REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are the 504 of a launch
+LAUNCH_REGISTERS = 504  # of a thread of each of the three warpgroups together: with more, setmaxnreg waits forever
+REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are those of a launch
 EVERYTHING = (1 << 31) - 1  # bytes: no limit
 SUM_SLOTS = 3  # sections of heads that have a float32 sum of dQ at the same time
 SUM_BYTES = 16 << 20  # of a section's, if that many heads have a block for each SM
@@ -148,6 +149,8 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     found = [Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes")]
     if _over_keys(problem):
         found.append(Constraint("registers of a consumer beyond its share", _consumer_registers(f, sympy.Max) - f["consumer_registers"], 0, "registers"))
+        given = 2 * f["consumer_registers"] + f["producer_registers"]
+        found.append(Constraint("registers of all warpgroups beyond those of the launch", given - LAUNCH_REGISTERS, 0, "registers"))
     if _dq_by_rows(problem):
         found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
     return found
