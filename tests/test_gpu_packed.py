@@ -11,9 +11,10 @@ import flashgen as fg
 from flashgen.reference import reference
 
 pytestmark = pytest.mark.gpu
-ROWS, KEYS = [700, 0, 33, 129, 128, 5, 1], [700, 70, 200, 129, 300, 5, 0]  # of each sequence
+# Of each sequence; the last ones fit one block of keys.
+ROWS, KEYS = [700, 0, 33, 129, 128, 1, 5, 100, 128, 90, 20, 129], [700, 70, 200, 129, 300, 0, 5, 120, 128, 20, 100, 30]
 SPARE = 11  # rows of no sequence
-PADDED = torch.tensor([300, 1, 200, 35, 100, 3, 0], dtype=torch.int32)
+PADDED = torch.tensor([300, 1, 200, 35, 100, 3, 0, 70, 128, 0, 100, 9], dtype=torch.int32)
 VARIANTS = {
     "plain": (fg.Variant(), 128),
     "causal": (fg.Variant(mask=fg.causal), 64),

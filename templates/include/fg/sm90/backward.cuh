@@ -19,6 +19,10 @@ FG_FN void bulk_load(void* to, const void* from, unsigned bytes, Barrier& arriva
 FG_FN void bulk_add(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
+// cp.async.bulk (9.7.9.25.4): the same, stored.
+FG_FN void bulk_store(void* to, const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
 FG_FN void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // then others see what was stored
 template <int PENDING> FG_FN void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
