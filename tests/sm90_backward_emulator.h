@@ -39,6 +39,7 @@ inline void bulk_load(void* to, const void* from, unsigned bytes, Barrier& b) {
   b.phase_tx -= bytes; ++emu::progress;
   settle(b);
 }
+inline void bulk_store(void* to, const void* from, unsigned bytes) { memcpy(to, from, bytes); }
 inline void bulk_add(float* to, const float* from, unsigned bytes) { for (unsigned i = 0; i < bytes / 4; ++i) to[i] += from[i]; }
 template <int N> void bulk_wait_read() {}
 inline void tma_store_wait() {}

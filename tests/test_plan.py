@@ -50,6 +50,17 @@ def test_forced_fields_are_kept_and_unknown_ones_refused():
         plan(FACTS, problem, target, "cpu", {"block_n": 32})
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_more_registers_than_a_launch_has_are_refused(which):
+    """setmaxnreg would wait for them forever: three consumers with what two may have, or a producer with more than is left."""
+    problem, target = Problem("bfloat16", 128, 128, which=which), targets.parse("sm90a")
+    chosen = plan(FACTS, problem, target, "sm90").as_dict()
+    own = {name: chosen[name] for name in ("consumers", "block_kv", "consumer_registers", "producer_registers") if name in chosen}
+    assert plan(FACTS, problem, target, "sm90", own).as_dict() == chosen
+    with pytest.raises(fg.VariantError, match="registers of all warpgroups"):
+        plan(FACTS, problem, target, "sm90", {**own, "producer_registers": chosen["producer_registers"] + 8})
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_hopper_backward_sums_dq_for_a_few_heads_at_a_time(deterministic):
     """At most 64 MiB beside the gradients where dq has 64 itself; heads enough for a block per SM; every head's memory counted where there are few."""
@@ -116,10 +127,10 @@ def test_explain_says_what_the_emitted_names_stand_for():
 
 
 def test_explain_names_the_busiest_unit_of_a_hopper_tile():
-    """Products of a tile of 128 x 128 at head dim 128 take 2 * 128^3 * 2 / 4096 clocks; tanh doubles the special functions, which bind at head dim 64."""
+    """Products of a tile of 192 x 64 at head dim 128 take 2 * 192 * 64 * 256 / 4096 clocks; tanh doubles the special functions, which bind at head dim 64."""
     q = torch.empty(1, 1, 4096, 128, dtype=torch.bfloat16).expand(1, 16, 4096, 128)
     plain = fg.compile(fg.Variant(mask=fg.causal), target="sm90a").explain(q, q, q)
-    assert "tile of 128 x 128: matrix 2048, shared-memory port 1792, special functions 1024" in plain and "Busiest: matrix" in plain
+    assert "tile of 192 x 64: matrix 1536, shared-memory port 1408, special functions 768" in plain and "Busiest: matrix" in plain
     capped = fg.compile(fg.Variant(mask=fg.causal, score=fg.softcap(30.0)), target="sm90a").explain(q[..., :64], q[..., :64], q[..., :64])
     assert "Busiest: special functions" in capped
     backward = fg.compile(fg.Variant(mask=fg.causal), target="sm90a").explain(q, q, q, which="backward")
