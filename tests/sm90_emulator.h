@@ -59,7 +59,6 @@ inline int __float_as_int(float x) { return (int)emu::bits(x); }
 inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
 inline unsigned __ballot_sync(unsigned, bool x) { auto w = emu::exchange(x); unsigned r = 0; for (int i = 0; i < 32; ++i) r |= w[i][0] << i; return r; }
 inline bool __all_sync(unsigned m, bool x) { return __ballot_sync(m, x) == 0xffffffffu; }
-template <class X> X __ldg(const X* p) { return *p; }
 inline bool __any_sync(unsigned m, bool x) { return __ballot_sync(m, x) != 0; }
 inline int __shfl_sync(unsigned, int x, int lane) { return (int)emu::exchange((unsigned)x)[lane & 31][0]; }
 inline int __shfl_sync(unsigned m, unsigned x, int lane) { return __shfl_sync(m, (int)x, lane); }
