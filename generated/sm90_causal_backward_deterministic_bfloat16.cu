@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(32) backward_order(const __grid_con
           bool partial = k_first + BLOCK_KV > lens.kv_len;
           const int kind = tile_class(p, u, tile * BLOCK_Q, min(tile * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last);
           if (kind == fg::EMPTY) continue;
-          partial |= kind == fg::PARTIAL;
+          partial |= kind != fg::FULL;
           if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
         }
@@ -580,7 +580,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           bool partial = k_first + BLOCK_KV > lens.kv_len;
           const int kind = tile_class(p, u, tile * BLOCK_Q, min(tile * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last);
           if (kind == fg::EMPTY) continue;
-          partial |= kind == fg::PARTIAL;
+          partial |= kind != fg::FULL;
           if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
         }
@@ -606,22 +606,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
             if (half == 0) fg::wait_turn(p.turns + row_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)), fg::shared_int(smem.dq_turns[0]));
-            fg::bulk_add(dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
+            float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART;
+            fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
-        if (fg::uniform(described < 0)) break;
-        if (lane == 0) fg::bulk_wait_read<1>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE, 160);
-        if (lane == 0) fg::bulk_wait_read<0>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE + 1, 160);
-        if (lane == 0) {
+        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
+        if (!last) {
+          if (lane == 0) fg::bulk_wait_read<1>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE, 160);
+          if (lane == 0) fg::bulk_wait_read<0>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE + 1, 160);
+        }
+        if (lane == 0 && described >= 0) {
           fg::tma_store_wait();  // both parts are in the sum
           fg::end_turn(p.turns + row_tile(p, b, kv_head * GROUP + head_of(described), tile_of(described)));
         }
         __syncwarp();
+        if (last) break;
       }
       if (lane == 0) {
         fg::tma_store_wait();  // all that this block adds is in the sums
@@ -694,6 +698,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+  if (!more) {
+    fg::group_sync(DQ_FREE + group, 160);
+    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
+    __syncwarp();
+    fg::group_arrive(DQ_READY + group, 160);
+  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -813,10 +823,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  fg::group_sync(DQ_FREE + group, 160);
-  if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
-  __syncwarp();
-  fg::group_arrive(DQ_READY + group, 160);
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll

@@ -556,7 +556,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
             some = __ballot_sync(fg::ALL_LANES, kind != fg::EMPTY);
             full = __ballot_sync(fg::ALL_LANES, kind == fg::FULL);
           }
-          if (!(some >> (tile - window) & 1)) continue;
+          const unsigned rest = some >> (tile - window);
+          tile = rest != 0 ? tile + __ffs(rest) - 1 : window + 31;
+          if (rest == 0) continue;
           bool partial = k_first + BLOCK_KV > lens.kv_len || !(full >> (tile - window) & 1);
           if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
@@ -582,17 +584,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           fg::group_sync(DQ_READY + half, 160);
           described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
+            float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART;
+            fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
-        if (fg::uniform(described < 0)) break;
-        if (lane == 0) fg::bulk_wait_read<1>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE, 160);
-        if (lane == 0) fg::bulk_wait_read<0>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE + 1, 160);
+        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
+        if (!last) {
+          if (lane == 0) fg::bulk_wait_read<1>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE, 160);
+          if (lane == 0) fg::bulk_wait_read<0>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE + 1, 160);
+        }
+        if (last) break;
       }
       if (lane == 0) {
         fg::tma_store_wait();  // all that this block adds is in the sums
@@ -662,6 +668,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+  if (!more) {
+    fg::group_sync(DQ_FREE + group, 160);
+    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
+    __syncwarp();
+    fg::group_arrive(DQ_READY + group, 160);
+  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -785,10 +797,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  fg::group_sync(DQ_FREE + group, 160);
-  if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
-  __syncwarp();
-  fg::group_arrive(DQ_READY + group, 160);
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll

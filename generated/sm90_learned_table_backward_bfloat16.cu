@@ -496,17 +496,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           fg::group_sync(DQ_READY + half, 160);
           described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
+            float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART;
+            fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
             fg::tma_store_commit();
           }
         }
-        if (fg::uniform(described < 0)) break;
-        if (lane == 0) fg::bulk_wait_read<1>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE, 160);
-        if (lane == 0) fg::bulk_wait_read<0>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE + 1, 160);
+        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
+        if (!last) {
+          if (lane == 0) fg::bulk_wait_read<1>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE, 160);
+          if (lane == 0) fg::bulk_wait_read<0>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE + 1, 160);
+        }
+        if (last) break;
       }
       if (lane == 0) {
         fg::tma_store_wait();  // all that this block adds is in the sums
@@ -625,6 +629,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+  if (!more) {
+    fg::group_sync(DQ_FREE + group, 160);
+    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
+    __syncwarp();
+    fg::group_arrive(DQ_READY + group, 160);
+  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -750,10 +760,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  fg::group_sync(DQ_FREE + group, 160);
-  if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
-  __syncwarp();
-  fg::group_arrive(DQ_READY + group, 160);
   if (threadIdx.x == 128) {
     fg::barrier_wait(smem.ds_empty[ring.slot], ring.parity ^ 1);
     smem.ds_tiles[ring.slot] = -1;

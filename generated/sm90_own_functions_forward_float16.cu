@@ -12,28 +12,28 @@ using T = fg::f16;  // q, k, v, out
 constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 1;  // query heads per kv head
-constexpr int AHEAD = 0;
-constexpr int BLOCK_KV = 128;
-constexpr int BLOCK_Q = 128;
+constexpr int AHEAD = 1;
+constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 192;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 224;
-constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_REGISTERS = 160;
+constexpr int CONSUMERS = 3;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
-constexpr int EARLY_KEYS = 0;
+constexpr int EARLY_KEYS = 1;
 constexpr int HOLES = 0;
 constexpr int MASK_BITS = 0;
 constexpr int OUT_REGISTERS = 64;
-constexpr int PRODUCER_REGISTERS = 56;
-constexpr int Q_STAGES = 2;
+constexpr int PRODUCER_REGISTERS = 32;
+constexpr int Q_STAGES = 1;
 constexpr int SCANNED = 0;
 constexpr int SCHEDULE = 2;
-constexpr int SCORE_REGISTERS = 64;
+constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 33554432;
-constexpr int SMEM_BYTES = 230400;
+constexpr int SMEM_BYTES = 197632;
 constexpr int SMS = 132;
-constexpr int STAGES = 2;
+constexpr int STAGES = 3;
 constexpr int STAGGER = 0;
 constexpr int STORE_REGISTERS = 0;
 
@@ -43,24 +43,18 @@ constexpr int STORE_REGISTERS = 0;
 #include "fg/sm90/schedule.cuh"
 #include "fg/sm90/softmax.cuh"
 
-// d (64 x 128) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
-__device__ __forceinline__ void multiply_scores(float (&d)[64], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+// d (64 x 64) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
+__device__ __forceinline__ void multiply_scores(float (&d)[32], fg::Descriptor a, fg::Descriptor b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
@@ -474,6 +468,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if (lane == 0) fg::barrier_arrive(empty);
     };
 
+    // What the scores of a tile need of keys or of differences alone, looked up while the products of q and k are in flight.
+    Gap gaps[SCORES / 2 + 2];  // of q - k: rows and columns of a thread are 8 apart, so that scores share them
+    auto look_up = [&](int own_k) {
+#pragma unroll
+      for (int i = 0; i < SCORES / 2 + 2; ++i) {
+        gaps[i] = gap(p, u, q - own_k, 8 - i / 2 * 8 - i % 2);
+        fg::opaque(gaps[i].g0);
+      }
+    };
     auto apply_score = [&](int own_k) {
       int distance = q - own_k;
       fg::opaque(distance);  // rows and columns of a thread are 8 apart: what depends on the difference alone is computed once for several scores, but not kept
@@ -485,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           const Col col_k = col(p, u, own_k + column);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const Gap gap_qk = gap(p, u, distance, r * 8 - column);
+            const Gap gap_qk = gaps[i / 2 + 2 - 2 * r + e];
             s[i + 2 * r + e] = score(p, u, score_rows[r], col_k, gap_qk, s[i + 2 * r + e], q + r * 8, own_k + column, distance, r * 8 - column);
           }
         }
@@ -519,6 +522,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       for (int i = 0; i < WEIGHTS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
     };
 
+    // A step waits for the keys of the next tile, if there is one, before its product with v has ended: they are there by then, and the next scores start at once.
+    auto await_keys = [&](bool more) {
+      if (fg::uniform(more)) fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
+    };
     // Steps take a described tile and return the next one.
     auto first_step = [&](int described) {
       const int tile = described >> KIND_BITS;
@@ -526,6 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
       start_scores();
       const int next = fg::shared_int(smem.next_tiles[ring.slot]);
+      look_up(tile * BLOCK_KV + lane % 4 * 2);
       fg::wgmma_wait<0>();
       fg::keep(s);
       release(smem.k_empty[ring.slot]);
@@ -533,26 +541,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       pack_weights();
       before = ring;
       ring.advance();
+      await_keys(next >= 0);
       return next;
     };
     auto step = [&](int described) {
       const int tile = described >> KIND_BITS;
       const bool partial = (described >> 2 * group & 3) != fg::FULL;
-      fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
       start_scores();
       start_out();
       const int next = fg::shared_int(smem.next_tiles[ring.slot]);
+      look_up(tile * BLOCK_KV + lane % 4 * 2);
       fg::wgmma_wait<1>();
       fg::keep(s);
       release(smem.k_empty[ring.slot]);
       const bool moved = softmax(tile, partial);
-      fg::wgmma_wait<0>();
-      fg::keep(o);
-      release(smem.v_empty[before.slot]);
-      pack_weights();
-      if (moved) fg::scale_rows(o, rows.factor);
+      const unsigned values_slot = before.slot;
       before = ring;
       ring.advance();
+      await_keys(next >= 0);
+      fg::wgmma_wait<0>();
+      fg::keep(o);
+      release(smem.v_empty[values_slot]);
+      pack_weights();
+      if (moved) fg::scale_rows(o, rows.factor);
       return next;
     };
     // Hands a tile back unread.

@@ -324,6 +324,8 @@ FG_FN int first_tile_of(int q_start, int b) { return q_start / BLOCK_Q + b; }
 FG_FN long long row_tile(const Params& p, int first_tile, int h, int tile) { return (long long)(first_tile + tile) * p.heads + h; }
 // The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread.
 FG_FN float* dq_sum_tile(const Params& p, int first_tile, int h, int tile) { return p.dq_sum + row_tile(p, first_tile, h, tile) * (BLOCK_Q * DIM_QK); }
+// Whether one block has all keys of a sequence, and few rows: it visits all its tiles and stores their dQ, where blocks that share a tile add to zeros.
+FG_FN bool is_alone(int q_len, int kv_len) { return q_len <= BLOCK_KV && kv_len > 0 && kv_len <= BLOCK_KV; }
 // Where a sequence lies, as the lists of tiles hold it.
 FG_FN fg::Packed packed_at(const Item& x) {
   const fg::Rows rows{(int)x.q_start, x.lens.q_len}, keys{(int)x.k_start, x.lens.kv_len};
@@ -379,6 +381,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
       statistics[BLOCK_Q + i] = sum;
     }
   }
+  if (is_alone(q_len, slot.at.keys.count)) return;
   float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, first_tile, h, tile));
 #pragma unroll
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += 256) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -522,19 +525,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         ring.advance();
       };
 
+      const bool alone = is_alone(lens.q_len, lens.kv_len);
       int found = -1;  // the tile found last: visited once it is known whether another one follows
 #pragma unroll 1
       for (int head = 0; head < GROUP; ++head) {
         const Uniform u = uniform(p, lens, b, kv_head * GROUP + head);
-        const fg::Range seen = k_last < k_first ? fg::Range{0, 0} : q_range(p, u, k_first, k_last);
+        const fg::Range seen = alone ? fg::Range{0, lens.q_len} : k_last < k_first ? fg::Range{0, 0} : q_range(p, u, k_first, k_last);
         const int end = seen.begin < seen.end ? (seen.end + BLOCK_Q - 1) / BLOCK_Q : 0;
 
 #pragma unroll 1
         for (int tile = seen.begin / BLOCK_Q; tile < end; ++tile) {
           bool partial = k_first + BLOCK_KV > lens.kv_len;
           const int kind = tile_class(p, u, tile * BLOCK_Q, min(tile * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last);
-          if (kind == fg::EMPTY) continue;
-          partial |= kind == fg::PARTIAL;
+          if (kind == fg::EMPTY && !alone) continue;
+          partial |= kind != fg::FULL;
           if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);
         }
@@ -557,17 +561,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           fg::group_sync(DQ_READY + half, 160);
           described = fg::shared_int(smem.dq_tiles[half]);
           if (lane == 0 && described >= 0) {
-            fg::bulk_add(dq_sum_tile(p, first_tile, kv_head * GROUP + head_of(described), tile_of(described)) + half * PART, smem.dq + half * PART, PART * sizeof(float));
+            float* const to = dq_sum_tile(p, first_tile, kv_head * GROUP + head_of(described), tile_of(described)) + half * PART;
+            if (is_alone(lens.q_len, lens.kv_len)) {
+              fg::bulk_store(to, smem.dq + half * PART, PART * sizeof(float));
+            } else {
+              fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
+            }
             fg::tma_store_commit();
           }
         }
-        if (fg::uniform(described < 0)) break;
-        if (lane == 0) fg::bulk_wait_read<1>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE, 160);
-        if (lane == 0) fg::bulk_wait_read<0>();
-        __syncwarp();
-        fg::group_arrive(DQ_FREE + 1, 160);
+        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
+        if (!last) {
+          if (lane == 0) fg::bulk_wait_read<1>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE, 160);
+          if (lane == 0) fg::bulk_wait_read<0>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE + 1, 160);
+        }
+        if (last) break;
       }
     }
     return;
@@ -622,6 +634,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+  if (!more) {
+    fg::group_sync(DQ_FREE + group, 160);
+    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
+    __syncwarp();
+    fg::group_arrive(DQ_READY + group, 160);
+  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -741,10 +759,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  fg::group_sync(DQ_FREE + group, 160);
-  if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
-  __syncwarp();
-  fg::group_arrive(DQ_READY + group, 160);
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll

@@ -552,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
           bool partial = k_first + BLOCK_KV > lens.kv_len;
           const int kind = tile_class(p, u, tile * BLOCK_Q, min(tile * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last);
           if (kind == fg::EMPTY) continue;
-          partial |= kind == fg::PARTIAL;
+          partial |= kind != fg::FULL;
           partial |= (tile + 1) * BLOCK_Q > lens.q_len;  // else rows past q_len, zeros with an lse of +inf, come to nothing by themselves
           if (found >= 0) visit(found);
           found = describe(head, tile) | (partial ? PARTIAL_TILE : 0);

@@ -64,7 +64,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     """Candidate plans, best guess first on ties."""
     dim_qk, dim_v = (16 * ceil_div(d, 16) for d in (problem.head_dim_qk, problem.head_dim_v))
     masked, long, packed = facts.has_mask, problem.size == "long", problem.layout == "varlen"
-    steady = masked and not packed and not facts.data_dependent  # which tiles a row of them takes follows from lengths alone
+    steady = masked and not (packed or facts.data_dependent or problem.dropout)  # which tiles a row of them takes follows from lengths alone, and registers are not short
     common = {
         "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dim_qk), "columns_v": block_columns(dim_v), "sms": target.sms,
         # 2-9% faster at 64, 1-3% at 256; at 128 with scores, and where a mask leaves few keys, else even or slower
@@ -81,11 +81,11 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tiles = [(3, 128, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
     elif max(dim_qk, dim_v) <= 128:
         # Three warpgroups hide more of a softmax than two, whose wider tiles are faster where keys are few and where scores load something for each pair.
-        narrow = long and not packed and not facts.data_dependent and not facts.loads_per_pair
+        narrow = long and not (packed or facts.data_dependent or facts.loads_per_pair or problem.dropout)
         tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
         if long and not masked:
             tiles.append((2, 144, STATIC, 2, 2, 1, 1))
-        tiles.append((2, 128, DYNAMIC, 2, 2, int(steady), 0) if masked else (2, 128, STATIC, 2, 2, 1, 0))
+        tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in ((1, 0) if steady else (0,))] if masked else [(2, 128, STATIC, 2, 2, 1, 0)]
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
