@@ -1,7 +1,8 @@
 """Train a GPT-2-shaped model on bytes of real text, once with flashgen and once with torch's SDPA from the same seed, and plot both loss curves.
 
     python examples/train_gpt.py                            a small model, one to two minutes on two cores
-    python examples/train_gpt.py --preset 124m              GPT-2's own shape, for a GPU (bfloat16 autocast)
+    python examples/train_gpt.py --preset 124m              GPT-2's own shape, for a GPU (bfloat16 autocast); 1.3b likewise
+    python examples/train_gpt.py --attention all            beside SDPA's choice, its cuDNN and FlashAttention-2 backends, and compiled FlexAttention
     python examples/train_gpt.py --variant window-alibi     sliding window + ALiBi: SDPA has no kernel for it and is given the bias as a dense tensor
 
 The text is the source of Python's standard library, which every machine has. Writes losses.json and, with matplotlib, losses.png into --out.
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen
 
@@ -42,6 +44,7 @@ class Preset:
 PRESETS = {
     "small": Preset(layers=4, heads=4, width=160, vocabulary=256, length=256, batch=8, steps=300, learning_rate=2e-3),
     "124m": Preset(layers=12, heads=12, width=768, vocabulary=50257, length=1024, batch=16, steps=300, learning_rate=6e-4),
+    "1.3b": Preset(layers=24, heads=16, width=2048, vocabulary=50257, length=2048, batch=8, steps=100, learning_rate=2e-4),
 }
 VARIANTS = {
     "causal": flashgen.Variant(mask=flashgen.causal),
@@ -60,24 +63,59 @@ class FlashgenAttention:
 
 
 class SdpaAttention:
-    """The same through torch's scaled_dot_product_attention."""
+    """The same through torch's scaled_dot_product_attention: the backend that it chooses, or one of its own."""
 
-    def __init__(self, variant: str) -> None:
-        self.causal, self.dense = variant == "causal", None
+    def __init__(self, variant: str, *backends: SDPBackend) -> None:
+        self.causal, self.dense, self.backends = variant == "causal", None, list(backends or ALL_BACKENDS)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.causal and self.dense is None:
             self.dense = window_alibi_bias(q.shape[1], q.shape[2]).to(q.device, q.dtype)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.dense, is_causal=self.causal).transpose(1, 2)
+        with sdpa_kernel(self.backends):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.dense, is_causal=self.causal).transpose(1, 2)
+
+
+class FlexAttention:
+    """The same through torch's compiled flex_attention."""
+
+    def __init__(self, variant: str) -> None:
+        from torch.nn.attention import flex_attention
+
+        self.causal, self.make_mask, self.attend = variant == "causal", flex_attention.create_block_mask, torch.compile(flex_attention.flex_attention)
+        self.mask = self.score = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.mask is None:
+            seen = (lambda b, h, q, k: q >= k) if self.causal else (lambda b, h, q, k: (q >= k) & (q - k < WINDOW))
+            self.mask = self.make_mask(seen, None, None, q.shape[1], q.shape[1], device=q.device)
+            slopes = torch.tensor(alibi_slopes(q.shape[2]), device=q.device)
+            self.score = None if self.causal else lambda s, b, h, q, k: s - slopes[h] * (q - k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.attend(q, k, v, score_mod=self.score, block_mask=self.mask).transpose(1, 2)
+
+
+ALL_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
+ATTENTIONS = {
+    "flashgen": FlashgenAttention,
+    "sdpa": SdpaAttention,
+    "cudnn": lambda variant: SdpaAttention(variant, SDPBackend.CUDNN_ATTENTION),
+    "flash": lambda variant: SdpaAttention(variant, SDPBackend.FLASH_ATTENTION),
+    "flex": FlexAttention,
+}
+SETS = {"both": ("flashgen", "sdpa"), "all": tuple(ATTENTIONS)}
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of ALiBi (Press et al. 2022)."""
+    power = 2 ** math.floor(math.log2(heads))
+    return [2 ** (-8 * (h + 1) / power) if h < power else 2 ** (-4 * (2 * (h - power) + 1) / power) for h in range(heads)]
 
 
 def window_alibi_bias(length: int, heads: int) -> Tensor:
-    """The ``(heads, length, length)`` matrix of ALiBi's penalties (Press et al. 2022), -inf outside the causal window."""
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (h + 1) / power) if h < power else 2 ** (-4 * (2 * (h - power) + 1) / power) for h in range(heads)]
+    """The ``(heads, length, length)`` matrix of ALiBi's penalties, -inf outside the causal window."""
     distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    bias = -torch.tensor(slopes)[:, None, None] * distance
+    bias = -torch.tensor(alibi_slopes(heads))[:, None, None] * distance
     return bias.masked_fill((distance < 0) | (distance >= WINDOW), -math.inf)
 
 
@@ -133,7 +171,7 @@ def library_text(limit: int) -> Tensor:
 def train(name: str, options: argparse.Namespace, preset: Preset, text: Tensor) -> dict:
     """One run from the seed: the loss of each step, the mean of the last tenth, tokens per second after the first steps."""
     torch.manual_seed(options.seed)
-    attention = (FlashgenAttention if name == "flashgen" else SdpaAttention)(options.variant)
+    attention = ATTENTIONS[name](options.variant)
     model = GPT(preset, options.length, options.variant, attention).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = max(1, options.steps // 10)
@@ -181,7 +219,7 @@ def plot(runs: dict[str, dict], title: str, path: Path) -> bool:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for (name, run), style in zip(runs.items(), ("-", "--")):
+    for (name, run), style in zip(runs.items(), ("-", "--", "-.", ":", (0, (1, 5)))):
         axes.plot(run["losses"], style, label=f"{name}: {run['final']:.4f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.legend(title="mean of the last tenth")
@@ -195,7 +233,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tuple(PRESETS), default="small")
     parser.add_argument("--variant", choices=tuple(VARIANTS), default="causal")
-    parser.add_argument("--attention", choices=("flashgen", "sdpa", "both"), default="both")
+    parser.add_argument("--attention", choices=(*ATTENTIONS, *SETS), default="both")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
@@ -208,6 +246,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             setattr(options, name, getattr(PRESETS[options.preset], name))
         elif getattr(options, name) < 1:
             parser.error(f"--{name}: a positive integer is wanted")
+    chosen = SETS.get(options.attention, (options.attention,))
+    if options.device == "cpu" and not set(chosen) <= {"flashgen", "sdpa"}:
+        parser.error(f"--attention {options.attention}: cudnn, flash and flex need a GPU to train")
     return options
 
 
@@ -217,12 +258,12 @@ def main(arguments: list[str] | None = None) -> int:
     text = library_text(4_000_000 if options.preset == "small" else 40_000_000)
     size = f"{options.steps} steps of {options.batch} x {options.length} bytes"
     print(f"{len(text) / 1e6:.1f} MB of Python source; {size} on {options.device}, {options.variant}")
-    runs = {name: train(name, options, preset, text) for name in (("flashgen", "sdpa") if options.attention == "both" else (options.attention,))}
+    runs = {name: train(name, options, preset, text) for name in SETS.get(options.attention, (options.attention,))}
     for name, run in runs.items():
         print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s")
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"runs": runs, "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}}
-    if len(runs) == 2:
+    if {"flashgen", "sdpa"} <= runs.keys():
         ours, theirs = runs["flashgen"], runs["sdpa"]
         report["relative_difference"] = abs(ours["final"] - theirs["final"]) / theirs["final"]
         report["largest_step_difference"] = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"]))
