@@ -90,8 +90,9 @@ class Bound:
         """Launch with these addresses, those of ``given``, where the current device is theirs."""
         stream = self._stream()
         ready = self._ready.by_stream.get(stream) or self._readied(stream)
-        if ready.memory is None or self._capturing():
-            memory = self._workspaces.allocate()  # held until the launch is queued
+        captured = self._capturing()
+        if ready.memory is None or captured:
+            memory = self._workspaces.allocate(None if captured else stream)  # held until the launch is queued
             addresses += memory.addresses
         launches = ready.launches.get(addresses)
         if launches is None:

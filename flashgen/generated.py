@@ -201,8 +201,8 @@ def with_clean_plan(golden: Golden) -> tuple[Golden, int]:
 
 
 def planned_smem(golden: Golden) -> dict[str, int]:
-    """Dynamic shared memory of each entry, as the tiler has it."""
-    sizes = Sizes(batch=1, heads=golden.problem.group, kv_heads=1, q_len=4096, kv_len=4096, total_q=4096, total_k=4096)
+    """Dynamic shared memory of each entry, as the tiler has it: for lengths at which each is a launch of its own."""
+    sizes = Sizes(batch=16, heads=golden.problem.group, kv_heads=1, q_len=4096, kv_len=4096, total_q=4096, total_k=4096)
     return {launch.entry: launch.smem_bytes for launch in families.get(golden.plan.family).launches(golden.full_problem, golden.plan, sizes)}
 
 

@@ -1,7 +1,8 @@
 """Workspaces: the device memory that the kernels of a pass need beside its tensors.
 
-Family's records -> Memory. Example: ``Workspaces(wanted, device).allocate().addresses``. Small ones are kept: the launches of one thread on one stream run
-one after another, so that all passes share them. A CUDA graph may be replayed on any stream beside other launches: what it captures has its own.
+Family's records -> Memory. Example: ``Workspaces(wanted, device).allocate().addresses``. Small ones are kept, and zeros that kernels
+leave: the launches of one thread on one stream run one after another, so that all passes share them. A CUDA graph may be replayed on any stream beside
+other launches: what it captures has its own.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Workspaces:
             self._offsets.append(self._scratch_bytes)
             self._scratch_bytes += -(-w.elements * _dtype(w).itemsize // ALIGNMENT) * ALIGNMENT
 
-    def allocate(self) -> Memory:
-        """Those of one launch."""
-        zeroed = [torch.zeros(w.elements, dtype=_dtype(w), device=self._device) for w in self._zeroed]
+    def allocate(self, stream: int | None = None) -> Memory:
+        """Those of one launch on a stream, its own but for zeros that are kept; None: of a captured one, which shares nothing."""
+        zeroed = [_new_zeros(w, self._device) if stream is None or not w.kept else _kept_zeros(w, self._device, stream) for w in self._zeroed]
         return self._memory(zeroed, torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device))
 
     def kept(self, stream: int) -> Memory | None:
@@ -68,8 +69,12 @@ def _kept_zeros(w: Workspace, device: torch.device, stream: int) -> Tensor:
     """What every kernel leaves as zeros: one allocation per stream, whose kernels never overlap."""
     key = (w.elements, w.dtype, device, stream)
     if key not in _zeros:
-        _zeros[key] = torch.zeros(w.elements, dtype=_dtype(w), device=device)
+        _zeros[key] = _new_zeros(w, device)
     return _zeros[key]
+
+
+def _new_zeros(w: Workspace, device: torch.device) -> Tensor:
+    return torch.zeros(w.elements, dtype=_dtype(w), device=device)
 
 
 def _kept_scratch(device: torch.device, stream: int) -> Tensor:

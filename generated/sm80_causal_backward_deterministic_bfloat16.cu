@@ -247,16 +247,16 @@ FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b,
   }
 }
 
-// delta of one q tile a block.
-extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_constant__ Params p) {
+// delta of the nth q tile, by COUNT threads.
+template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
   constexpr int CHUNKS = DIM_V / 8, LANES = CHUNKS >= 32 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // lanes of a row
-  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = blockIdx.x % tiles, b = blockIdx.x / tiles / p.heads, h = blockIdx.x / tiles % p.heads;
+  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = nth % tiles, b = nth / tiles / p.heads, h = nth / tiles % p.heads;
   const Item at = item(p, b);
   if (tile * BLOCK_Q >= at.lens.q_len) return;
   const T* const out = FG_ROWS(out, b, h, at.q_start);
   const T* const dout = FG_ROWS(dout, b, h, at.q_start);
 #pragma unroll 1
-  for (int i = threadIdx.x / LANES; i < BLOCK_Q; i += 128 / LANES) {
+  for (int i = threadIdx.x / LANES; i < BLOCK_Q; i += COUNT / LANES) {
     const int q = tile * BLOCK_Q + i;
     float sum = 0.0f;
     if (q < at.lens.q_len) {
@@ -277,6 +277,8 @@ extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_
     }
   }
 }
+
+extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_constant__ Params p) { prepare<128>(p, blockIdx.x); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char smem_bytes[];

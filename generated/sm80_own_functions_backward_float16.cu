@@ -33,6 +33,7 @@ constexpr int UNROLL = 4;
 constexpr int WARPS = 4;
 
 #include "fg/math.cuh"
+#include "fg/blocks.cuh"
 #include "fg/sm80/grad.cuh"
 #include "fg/sm80/mma.cuh"
 #include "fg/sm80/schedule.cuh"
@@ -51,6 +52,7 @@ struct Params {
   const float* capture_0;
   real* grad_0;
   float* dq_sum;
+  int* arrived;
   long long q_stride_b;
   long long q_stride_h;
   long long q_stride_l;
@@ -86,6 +88,7 @@ struct Params {
   int capture_0_size_0;
   int int_0;
   float scale;
+  int prepare_blocks;
 };
 
 struct Lens { int q_len, kv_len; };
@@ -298,16 +301,16 @@ FG_FN float dq_sum_read(const float* fragment, int e) {
 #endif
 }
 
-// delta of one q tile a block, and zeros in its sum of dQ.
-extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_constant__ Params p) {
+// delta of the nth q tile, and zeros in its sum of dQ, by COUNT threads.
+template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
   constexpr int CHUNKS = DIM_V / 8, LANES = CHUNKS >= 32 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // lanes of a row
-  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = blockIdx.x % tiles, b = blockIdx.x / tiles / p.heads, h = blockIdx.x / tiles % p.heads;
+  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = nth % tiles, b = nth / tiles / p.heads, h = nth / tiles % p.heads;
   const Item at = item(p, b);
   if (tile * BLOCK_Q >= at.lens.q_len) return;
   const T* const out = FG_ROWS(out, b, h, at.q_start);
   const T* const dout = FG_ROWS(dout, b, h, at.q_start);
 #pragma unroll 1
-  for (int i = threadIdx.x / LANES; i < BLOCK_Q; i += 128 / LANES) {
+  for (int i = threadIdx.x / LANES; i < BLOCK_Q; i += COUNT / LANES) {
     const int q = tile * BLOCK_Q + i;
     float sum = 0.0f;
     if (q < at.lens.q_len) {
@@ -328,15 +331,26 @@ extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_
     }
   }
   float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, at, b, h, tile));
-  for (int i = threadIdx.x; i < BLOCK_Q * DIM_QK / 4; i += 128) zeroed[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = threadIdx.x; i < BLOCK_Q * DIM_QK / 4; i += COUNT) zeroed[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
+
+extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_constant__ Params p) { prepare<128>(p, blockIdx.x); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+
+  if (p.prepare_blocks) {  // else backward_prepare has run
+    if (blockIdx.x < p.prepare_blocks) {
+      prepare<THREADS>(p, blockIdx.x);
+      fg::blocks_arrive(p.arrived);
+      return;
+    }
+    fg::blocks_wait(p.arrived, p.prepare_blocks);
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_tiles = (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
-  const fg::Work work = fg::work_of_block(blockIdx.x, kv_tiles, p.batch * p.kv_heads, p.q_len * 2ll * (DIM_QK + DIM_V) * GROUP, SECTION_BYTES);
+  const fg::Work work = fg::work_of_block(blockIdx.x - p.prepare_blocks, kv_tiles, p.batch * p.kv_heads, p.q_len * 2ll * (DIM_QK + DIM_V) * GROUP, SECTION_BYTES);
   const int b = fg::same_in_warp(work.head / p.kv_heads), kv_head = work.head - b * p.kv_heads, k_first = (kv_tiles - 1 - work.tile) * BLOCK_KV;
   const Item at = item(p, b);
   const int q_len = at.lens.q_len, kv_len = at.lens.kv_len;

@@ -44,6 +44,7 @@ constexpr int SUM_SLOTS = 3;
 constexpr int WIDE = 0;
 
 #include "fg/math.cuh"
+#include "fg/blocks.cuh"
 #include "fg/sm90/backward.cuh"
 #include "fg/sm90/layout.cuh"
 #include "fg/sm90/ptx.cuh"
@@ -142,6 +143,7 @@ struct Params {
   float* statistics;
   float* dq_sum;
   int* progress;
+  int* arrived;
   long long q_stride_b;
   long long q_stride_h;
   long long q_stride_l;
@@ -180,6 +182,7 @@ struct Params {
   int sum_heads;
   int sum_sections;
   int finish_blocks;
+  int prepare_blocks;
 };
 
 struct Lens { int q_len, kv_len; };
@@ -321,17 +324,19 @@ FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((lon
 // dQ is summed for SUM_SLOTS sections of p.sum_heads kv heads at a time, whose sums stay in L2; the next section's lie where those of the first of them lay.
 // The float32 sum of a q tile's dQ, in the order of the accumulators that are added to it: warpgroup, four registers, thread. place: of a head among the slots.
 FG_FN float* dq_sum_tile(const Params& p, int place, int tile) { return p.dq_sum + ((long long)place * p.q_tiles + tile) * (BLOCK_Q * DIM_QK); }
-// Statistics of one q tile a block, and zeros where dQ is first summed.
-extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
-  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
+// Statistics of the nth q tile, and zeros where dQ is first summed, by the first PREPARE_THREADS of COUNT threads.
+constexpr int PREPARE_THREADS = 256;
+template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
+  if (COUNT > PREPARE_THREADS && threadIdx.x >= PREPARE_THREADS) return;
+  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, PREPARE_THREADS have 64
 
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
+  const int tile = nth % p.q_tiles, b = nth / p.q_tiles / p.heads, h = nth / p.q_tiles % p.heads, q_len = p.q_len;
   const T* const out = FG_ROWS(out, b, h, 0);
   const T* const dout = FG_ROWS(dout, b, h, 0);
   float* const statistics = p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q);
 #pragma unroll
-  for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
-    const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
+  for (int n = 0; n < BLOCK_Q * LANES / PREPARE_THREADS; ++n) {
+    const int i = n * (PREPARE_THREADS / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
     float sum = 0.0f;
     if (q < q_len) {
 #pragma unroll
@@ -353,15 +358,16 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
       statistics[BLOCK_Q + i] = sum;
     }
   }
-  if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < 2 * p.sum_sections; i += 256) p.progress[i] = 0;
+  if (nth == 0)
+    for (int i = threadIdx.x; i < 2 * p.sum_sections; i += PREPARE_THREADS) p.progress[i] = 0;
   const int place = b * p.heads + h;
   if (place >= SUM_SLOTS * p.sum_heads * GROUP) return;
   float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, place, tile));
 #pragma unroll
-  for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += 256) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += PREPARE_THREADS) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, blockIdx.x); }
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
 constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
 __device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
@@ -460,9 +466,20 @@ __device__ __forceinline__ void round_part(const Params& p, int section, int nth
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+
+  if (p.prepare_blocks) {  // else backward_prepare has run
+    if (blockIdx.x < p.prepare_blocks) {
+      prepare<THREADS>(p, blockIdx.x);
+      fg::blocks_arrive(p.arrived);
+      return;
+    }
+    fg::blocks_wait(p.arrived, p.prepare_blocks);
+  }
+  if (p.prepare_blocks) fg::async_proxy_fence_global();  // after ordinary stores of others
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
 
-  const int over_keys = p.sum_heads * p.kv_tiles, rounding = blockIdx.x - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
+  const unsigned block = blockIdx.x - p.prepare_blocks;
+  const int over_keys = p.sum_heads * p.kv_tiles, rounding = block - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
   if (rounding >= 0) {
     const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, nth = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
     if (threadIdx.x == 0) fg::wait_turn(p.progress + section, heads_of(p, section) * p.kv_tiles);
@@ -470,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     if (nth < parts_of(p, section)) round_part(p, section, nth, false);
     return;
   }
-  const int section = blockIdx.x / over_keys, index = blockIdx.x - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
+  const int section = block / over_keys, index = block - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
   if (index >= here * p.kv_tiles) return;
   const fg::Work work = fg::nth_longest(index, p.kv_tiles, here, p.section);
   const int place = (section % SUM_SLOTS * p.sum_heads + work.head) * GROUP;  // of the first query head among the sums of dQ

@@ -343,17 +343,19 @@ FG_FN void repair_rows(const Params& p, const Item& at, const Uniform& u, int b,
 
 // Which of the tiles of all rows and heads one is.
 FG_FN long long row_tile(const Params& p, int b, int h, int tile) { return ((long long)b * p.heads + h) * p.q_tiles + tile; }
-// Statistics of one q tile a block.
-extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
-  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
+// Statistics of the nth q tile, by the first PREPARE_THREADS of COUNT threads.
+constexpr int PREPARE_THREADS = 256;
+template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
+  if (COUNT > PREPARE_THREADS && threadIdx.x >= PREPARE_THREADS) return;
+  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, PREPARE_THREADS have 64
 
-  const int tile = blockIdx.x % p.q_tiles, b = blockIdx.x / p.q_tiles / p.heads, h = blockIdx.x / p.q_tiles % p.heads, q_len = p.q_len;
+  const int tile = nth % p.q_tiles, b = nth / p.q_tiles / p.heads, h = nth / p.q_tiles % p.heads, q_len = p.q_len;
   const T* const out = FG_ROWS(out, b, h, 0);
   const T* const dout = FG_ROWS(dout, b, h, 0);
   float* const statistics = p.statistics + row_tile(p, b, h, tile) * (2 * BLOCK_Q);
 #pragma unroll
-  for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
-    const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
+  for (int n = 0; n < BLOCK_Q * LANES / PREPARE_THREADS; ++n) {
+    const int i = n * (PREPARE_THREADS / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
     float sum = 0.0f;
     if (q < q_len) {
 #pragma unroll
@@ -377,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
   }
 }
 
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, blockIdx.x); }
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
 constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
 __device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }

@@ -280,20 +280,22 @@ extern "C" __global__ void __launch_bounds__(1024, 1) backward_list(const __grid
   fg::clear_rows<HEAD_DIM_V>(p.dv, p.dv_stride_l, p.dv_stride_h, k_end, p.total_k, p.kv_heads, block, blocks);
 }
 
-// Statistics of one q tile a block.
-extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Params p) {
-  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, 256 threads have 64
+// Statistics of the nth q tile, by the first PREPARE_THREADS of COUNT threads.
+constexpr int PREPARE_THREADS = 256;
+template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
+  if (COUNT > PREPARE_THREADS && threadIdx.x >= PREPARE_THREADS) return;
+  constexpr int CHUNKS = HEAD_DIM_V / 8, LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;  // lanes of a row; with 4, PREPARE_THREADS have 64
 
-  const fg::Slot slot = p.row_slots[blockIdx.x / p.heads];
+  const fg::Slot slot = p.row_slots[nth / p.heads];
   if (slot.sequence < 0) return;
-  const int tile = blockIdx.x / p.heads - slot.first, b = slot.sequence, h = blockIdx.x % p.heads;
+  const int tile = nth / p.heads - slot.first, b = slot.sequence, h = nth % p.heads;
   const int q_start = slot.at.rows.first, q_len = slot.at.rows.count, first_tile = first_tile_of(q_start, b);
   const T* const out = FG_ROWS(out, b, h, q_start);
   const T* const dout = FG_ROWS(dout, b, h, q_start);
   float* const statistics = p.statistics + row_tile(p, first_tile, h, tile) * (2 * BLOCK_Q);
 #pragma unroll
-  for (int n = 0; n < BLOCK_Q * LANES / 256; ++n) {
-    const int i = n * (256 / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
+  for (int n = 0; n < BLOCK_Q * LANES / PREPARE_THREADS; ++n) {
+    const int i = n * (PREPARE_THREADS / LANES) + threadIdx.x / LANES, q = tile * BLOCK_Q + i;
     float sum = 0.0f;
     if (q < q_len) {
 #pragma unroll
@@ -317,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_prepare(const __grid_
   }
 }
 
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, blockIdx.x); }
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
 constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
 __device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }

@@ -46,6 +46,15 @@ inline void tma_store_wait() {}
 inline void wait_turn(const int* count, int turn) { if (*count != turn) { fprintf(stderr, "block %d waits for a turn that no block before it ends\n", (int)blockIdx.x); exit(5); } }
 inline unsigned shared_pair(unsigned address) { unsigned x; memcpy(&x, smem_bytes + address, 4); return x; }
 inline float4 load_l2(const float4* p) { return *p; }
+inline void async_proxy_fence_global() {}
+inline void blocks_arrive(int* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0 && ++*arrived == (int)gridDim.x) *arrived = 0;
+}
+inline void blocks_wait(int* arrived, int first) {
+  if (threadIdx.x == 0 && *arrived < first) { fprintf(stderr, "block %d waits for one that comes after it\n", (int)blockIdx.x); exit(5); }
+  blocks_arrive(arrived);
+}
 inline void end_turn(int* count) { ++*count; }
 inline void reduce_add_4(float* to, float x0, float x1, float x2, float x3) { to[0] += x0; to[1] += x1; to[2] += x2; to[3] += x3; }
 }

@@ -131,7 +131,8 @@ def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes
     text = emit.emit(emit.Spec(form, problem, plan, HOPPER)).text
     text = text[: text.index("// d (64 x")] + text[text.index("struct Params") :]  # without the wgmma wrappers
     text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"\n', "")
-    text = text.replace('#include "fg/sm90/backward.cuh"\n', "").replace('#include "fg/math.h"', '#include "fg/math.h"\n#include "sm90_backward_emulator.h"')
+    text = text.replace('#include "fg/sm90/backward.cuh"\n', "").replace('#include "fg/blocks.cuh"\n', "")
+    text = text.replace('#include "fg/math.h"', '#include "fg/math.h"\n#include "sm90_backward_emulator.h"')
     text = text.replace("extern __shared__ __align__(1024) char smem_bytes[];", "")
     compiled(text, folder)
     return ctypes.CDLL(str(folder / "kernel.so")), plan
@@ -161,7 +162,10 @@ def emulate(
         "lse": lse.data_ptr(), "delta": delta.data_ptr(), "lse_stride_b": lse.stride(0), "lse_stride_h": lse.stride(1), "dlse": dlse.data_ptr(),
         "seqlens_k": lengths.data_ptr(), **sm90_backward.numbers(problem, plan, sizes),
     }  # fmt: skip
-    held = {w.field: torch.full((w.elements,), POISON[w.dtype], dtype=getattr(torch, w.dtype)) for w in sm90_backward.workspaces(problem, plan, sizes)}
+    held, zeros = {}, []
+    for w in sm90_backward.workspaces(problem, plan, sizes):
+        held[w.field] = torch.full((w.elements,), 0 if w.zeroed else POISON[w.dtype], dtype=getattr(torch, w.dtype))
+        zeros += [held[w.field]] if w.kept else []
     values |= {name: t.data_ptr() for name, t in held.items()}
     for name, t in tensors.items():
         values |= {name: t.data_ptr(), f"{name}_stride_b": t.stride(0), f"{name}_stride_h": t.stride(1), f"{name}_stride_l": t.stride(2)}
@@ -183,6 +187,7 @@ def emulate(
     assert len(packed) == library.params_bytes()
     for launch in sm90_backward.launches(problem, plan, sizes):
         getattr(library, f"launch_{launch.entry}")(packed, launch.grid[0], launch.threads)
+    assert not any(t.any() for t in zeros), "left for the next launch as they were"
     return {**{name: tensors[name] for name in case.wanted}, **{f"grad_{n}": t for n, t in gradients.items()}}
 
 

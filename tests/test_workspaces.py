@@ -35,6 +35,13 @@ def test_launches_that_are_captured_have_their_own():
     assert all(not memory.held[0].any() for memory in memories)
 
 
+def test_zeros_are_kept_beside_scratch_that_is_not():
+    workspaces = Workspaces([COUNTER, Workspace("sum", "float32", KEPT_BYTES, zeroed=False)], CPU)
+    first, again, captured = workspaces.allocate(1), workspaces.allocate(1), workspaces.allocate()
+    assert first.addresses[0] == again.addresses[0] == Workspaces([COUNTER], CPU).kept(1).addresses[0]
+    assert len({memory.addresses[1] for memory in (first, again, captured)}) == 3 and captured.addresses[0] != first.addresses[0]
+
+
 def test_what_is_large_or_has_to_be_cleared_is_not_kept():
     assert Workspaces([Workspace("sum", "float32", KEPT_BYTES // 4, zeroed=False)], CPU).kept(1) is not None
     assert Workspaces([Workspace("sum", "float32", KEPT_BYTES // 4 + 1, zeroed=False)], CPU).kept(1) is None

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import Workspace
+
 SLOT_INTS = 8  # int32s of an fg::Slot
 CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def arrived(waiting: bool) -> Workspace:
+    """The count by which blocks of one launch wait for others (fg/blocks.cuh); without any that wait, memory that nobody reads."""
+    return Workspace("arrived", "int32", 1, zeroed=waiting, kept=waiting)
 
 
 def most_tiles(rows: int, sequences: int, tile: int, heads: int) -> int:

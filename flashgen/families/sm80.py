@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import FEW_ROWS
 from . import Constraint, Family, Launch, Sizes, Workspace, splits
-from .common import ceil_div, symbols
+from .common import arrived, ceil_div, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 576
 TENSOR_HEAD_DIM = 256  # beyond it, and for float32, the kernels of plain multiply-adds
 OVERHEAD_REGISTERS = 56  # addresses, row statistics, operands in flight: read off ptxas reports of the lattice
 RESERVED_SMEM_BYTES = 1024  # per block, by the driver (CUDA C++ Programming Guide, "Compute Capability 8.x")
+FEW_BLOCKS = 64  # of two kernels in one launch. They run at once on chips of as many SMs, on others in the order in which they wait for each other
 HOPPER_MMA_RATE = 0.62  # share of the matrix rate that mma.sync reaches from sm_90 on, where wgmma has the rest
 
 # Candidates, best first. Forward: block_q, block_kv, warps, stages, ctas, q_in_registers. Backward: block_q, block_kv, warps, stages, ctas, score_passes.
@@ -61,6 +62,11 @@ def _simt(problem: Problem) -> bool:
 def _dq_by_rows(problem: Problem) -> bool:
     """dQ by a kernel of its own over q tiles: bitwise repeatable, and the cheaper way where neither dK nor dV is wanted."""
     return problem.dq and (_simt(problem) or problem.deterministic or not (problem.dk or problem.dv))
+
+
+def _dq_by_atomics(problem: Problem) -> bool:
+    """dQ by additions of all blocks over keys in float32, rounded by a kernel after them."""
+    return problem.dq and not _dq_by_rows(problem)
 
 
 def _dims(problem: Problem) -> tuple[int, int]:
@@ -223,18 +229,30 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 
 
 def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
-    """Backward: the float32 sum of dQ that blocks add to. Forward: what splits of the keys leave to be combined."""
+    """Backward: the float32 sum of dQ that blocks add to, and what they wait by until it is cleared. Forward: what splits of the keys leave to be combined."""
     if problem.which == "forward":
         return splits.params(problem) if plan.kv_splits != 1 else ()
-    return (("float*", "dq_sum"),) if problem.dq and not _dq_by_rows(problem) else ()
+    if not _dq_by_atomics(problem):
+        return ()
+    return (("float*", "dq_sum"), ("int*", "arrived"), ("int", "prepare_blocks")) if problem.layout == "dense" else (("float*", "dq_sum"),)
 
 
 def _q_blocks(plan: Plan, sizes: Sizes) -> int:
     return ceil_div(sizes.q_len, plan.block_q) * sizes.batch * sizes.heads
 
 
+def _kv_blocks(plan: Plan, sizes: Sizes) -> int:
+    return ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads
+
+
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
-    return {"splits": splits.count(plan, sizes, _q_blocks(plan, sizes))} if problem.which == "forward" and plan.kv_splits != 1 else {}
+    """Splits of the keys. Backward: the blocks of backward_prepare that come first in backward_main; 0 where it is a launch of its own."""
+    q_blocks = _q_blocks(plan, sizes)
+    if problem.which == "forward":
+        return {"splits": splits.count(plan, sizes, q_blocks)} if plan.kv_splits != 1 else {}
+    if not _dq_by_atomics(problem) or problem.layout != "dense":
+        return {}
+    return {"prepare_blocks": q_blocks if q_blocks + _kv_blocks(plan, sizes) <= FEW_BLOCKS else 0}
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
@@ -245,7 +263,8 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
         return splits.workspaces(problem, sizes, numbers(problem, plan, sizes)["splits"])
     varlen = problem.layout == "varlen"
     tiles = ceil_div(sizes.total_q, plan.block_q) + sizes.batch if varlen else sizes.batch * ceil_div(sizes.q_len, plan.block_q)
-    return [Workspace("dq_sum", "float32", tiles * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
+    found = [Workspace("dq_sum", "float32", tiles * sizes.heads * plan.block_q * plan.dim_qk, zeroed=False)]
+    return found if varlen else [*found, arrived(numbers(problem, plan, sizes)["prepare_blocks"] > 0)]
 
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
@@ -260,12 +279,12 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
         if plan.kv_splits != 1:
             found.append(Launch("combine", (ceil_div(sizes.batch * sizes.heads * sizes.q_len, 4), 1, 1), 128, 0))
         return found
-    by_rows = _dq_by_rows(problem)
-    by_atomics = problem.dq and not by_rows
-    kv_blocks = ceil_div(sizes.kv_len, plan.block_kv) * sizes.batch * sizes.kv_heads * (plan.splits if plan.simt else 1)
-    found = [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
+    by_rows, by_atomics = _dq_by_rows(problem), _dq_by_atomics(problem)
+    kv_blocks = _kv_blocks(plan, sizes) * (plan.splits if plan.simt else 1)
+    first = numbers(problem, plan, sizes).get("prepare_blocks", 0)
+    found = [] if first else [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
     if problem.dk or problem.dv or by_atomics or problem.capture_grads:
-        found.append(Launch("backward_main", (kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes))
+        found.append(Launch("backward_main", (first + kv_blocks, 1, 1), plan.warps * 32, plan.smem_bytes))
     if by_rows:
         block_q, smem = (plan.block_q, plan.smem_bytes) if plan.simt else (plan.dq_block_q, plan.dq_smem_bytes)
         found.append(Launch("backward_dq", q_blocks(block_q), plan.warps * 32 if plan.simt else block_q * 2, smem))

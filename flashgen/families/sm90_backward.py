@@ -1,6 +1,6 @@
 """The sm90 family's backward: lattice, budgets, launches and tensor maps of its kernels.
 
-Problem, Facts, Target -> candidate plans. Example: ``launches(problem, plan, sizes)[1].entry == "backward_main"``. ``sm90.FAMILY`` refers to it.
+Problem, Facts, Target -> candidate plans. Example: ``launches(problem, plan, sizes)[-1].entry == "backward_main"``. ``sm90.FAMILY`` refers to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, arrived, block_columns, ceil_div, most_tiles, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -58,6 +58,11 @@ def _dq_summed(problem: Problem) -> bool:
 def _ordered(problem: Problem) -> bool:
     """Those additions in one order, so that the sum is bitwise repeatable."""
     return problem.deterministic and _dq_summed(problem)
+
+
+def _joined(problem: Problem, plan: Plan) -> bool:
+    """backward_main can do the work of backward_prepare: no kernel comes between them, or after."""
+    return _dq_summed(problem) and problem.layout == "dense" and not plan.listed
 
 
 def _diagonals(problem: Problem, facts: Facts) -> bool:
@@ -175,6 +180,9 @@ def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     if _dq_summed(problem):
         extras.append(("int*", "progress"))
         counts += ["sum_heads", "sum_sections", "finish_blocks"]
+    if _joined(problem, plan):
+        extras.append(("int*", "arrived"))
+        counts.append("prepare_blocks")
     if plan.ordered:
         extras.append(("int*", "turns"))
     if plan.listed:
@@ -200,7 +208,8 @@ def tensor_maps(problem: Problem, plan: Plan) -> Sequence[TensorMap]:
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Tiles of a head's rows and keys; the heads of a section, which stay in L2 together: kv heads with their queries and dO, or heads with their keys;
-    and the kv heads of a section whose dQ is summed at a time.
+    and the kv heads of a section whose dQ is summed at a time. prepare_blocks: of backward_prepare, those that come first in backward_main,
+    where all blocks then run at once; else 0.
     """
     if problem.layout == "varlen":
         tiles = _packed_tiles(plan, sizes)
@@ -220,12 +229,20 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
         heads = min(max(fitting, busy), max(kv_heads, 1))
         finish_blocks = ceil_div(heads * problem.group * found["q_tiles"] * plan.block_q, BOX_ROWS * THREADS // 128)
         found |= {"sum_heads": heads, "sum_sections": ceil_div(kv_heads, heads), "finish_blocks": finish_blocks}
+    if _joined(problem, plan):
+        blocks = found["q_tiles"] * sizes.batch * sizes.heads
+        found["prepare_blocks"] = blocks if blocks + _summing_blocks(plan, found) <= plan.sms else 0
     if plan.listed:
         found["seen_words"] = ceil_div(found["kv_tiles"], 32)
     if plan.dq_by_rows:
         found["dq_tiles"] = ceil_div(sizes.q_len, plan.dq_block_q)
         found["dq_section"] = section(2 * sizes.kv_len * dims // problem.group, kv_heads * problem.group)
     return found
+
+
+def _summing_blocks(plan: Plan, count: dict[str, int]) -> int:
+    """Blocks over the keys of all sections, and those that only round dQ."""
+    return count["sum_sections"] * count["kv_tiles"] * count["sum_heads"] + min(count["sum_sections"], plan.sum_slots - 1) * count["finish_blocks"]
 
 
 def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -250,6 +267,8 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
         heads = min(count["sum_heads"] * plan.sum_slots, sizes.batch * sizes.kv_heads) * problem.group
         found.append(Workspace("dq_sum", "float32", heads * count["q_tiles"] * plan.block_q * plan.dim_qk, zeroed=False))
         found.append(Workspace("progress", "int32", 2 * count["sum_sections"], zeroed=False))
+    if _joined(problem, plan):
+        found.append(arrived(count["prepare_blocks"] > 0))
     if plan.ordered:
         found.append(Workspace("turns", "int32", tiles * sizes.heads, zeroed=False))
     if plan.listed:
@@ -259,7 +278,7 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
 
 def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     """The kernels of a call in order."""
-    packed = problem.layout == "varlen"
+    packed, first = problem.layout == "varlen", 0
     if packed:
         tiles = _packed_tiles(plan, sizes)
         rows, keys, dq_rows = tiles["row"] * sizes.heads, tiles["key"] * sizes.kv_heads, tiles["dq"] * sizes.heads
@@ -267,13 +286,13 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     else:
         count, heads = numbers(problem, plan, sizes), sizes.batch * sizes.heads
         rows, keys, dq_rows = count["q_tiles"] * heads, count["kv_tiles"] * sizes.batch * sizes.kv_heads, count.get("dq_tiles", 0) * heads
-        found = []
-    found.append(Launch("backward_prepare", (rows, 1, 1), 256, 0))
+        found, first = [], count.get("prepare_blocks", 0)
+    if not first:
+        found.append(Launch("backward_prepare", (rows, 1, 1), 256, 0))
     if plan.listed:
         found.append(Launch("backward_order", (keys, 1, 1), 32, 0))
     if _dq_summed(problem) and not packed:
-        sections = count["sum_sections"]
-        keys = sections * count["kv_tiles"] * count["sum_heads"] + min(sections, plan.sum_slots - 1) * count["finish_blocks"]
+        keys = first + _summing_blocks(plan, count)
     if _over_keys(problem):
         found.append(Launch("backward_main", (keys, 1, 1), THREADS, plan.smem_bytes))
     if _dq_by_rows(problem):

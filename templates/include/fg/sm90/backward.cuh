@@ -44,13 +44,16 @@ FG_FN float4 load_l2(const float4* p) {
   return x;
 }
 
+// Between ordinary accesses to global memory and what bulk operations then read or add there: these are another proxy (9.7.13.4).
+FG_FN void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // A count in L2 of those who have had their turn at something: one thread waits for as many as come before it, has its turn, and lets the next one in. What it writes
-// then by bulk operations (another proxy: 9.7.13.4) comes after what the others wrote.
+// then by bulk operations comes after what the others wrote.
 FG_FN void wait_turn(const int* count, int turn) {
   int now;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
   while (now != turn);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  async_proxy_fence_global();
 }
 FG_FN void end_turn(int* count) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory"); }
 

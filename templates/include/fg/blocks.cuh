@@ -1,0 +1,30 @@
+// Blocks of one launch that wait for the first ones of it. Each arrives once, and the last one leaves 0 to the next launch: nobody waits any more. Blocks start in the
+// order of their indices, so that none waits for one that has no place to run.
+#pragma once
+#include "fg/base.h"
+
+namespace fg {
+
+FG_FN void arrive(int* arrived) {
+  if (atomicAdd(arrived, 1) == (int)gridDim.x - 1) *arrived = 0;
+}
+// By all threads of a block that others wait for: what they wrote comes before it, through the barrier and one thread's fence.
+FG_FN void blocks_arrive(int* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    arrive(arrived);
+  }
+}
+// By all threads of a block that waits until `first` have arrived: they then see what those wrote, through one thread's ld.acquire (PTX ISA 9.0, 9.7.9.8) and the barrier.
+FG_FN void blocks_wait(int* arrived, int first) {
+  if (threadIdx.x == 0) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+    while (now < first);
+    arrive(arrived);
+  }
+  __syncthreads();
+}
+
+}  // namespace fg
