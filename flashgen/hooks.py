@@ -127,7 +127,8 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         capture_lines = stages.function(wanted, finish)
     tables = bounds.tables(form, problem)
     return Hooks(
-        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], stages.stages["gap"], stages.entries(), score_lines, grad_lines, capture_lines, mask_lines,
+        stages.stages["uniform"], stages.stages["row"], stages.stages["col"], stages.stages["gap"], stages.entries(),
+        score_lines, grad_lines, capture_lines, mask_lines,
         _range(form, tables, "k"), _range(form, tables, "q"), _tile_class(form, tables), _jump(form, tables, "k", "from"), _jump(form, tables, "k", "before"),
         _jump(form, tables, "q", "from"), any(_stepped(form, tables, x) for part in _parts(form, "k") for x in ranges.lists(part)),
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),

@@ -60,6 +60,7 @@ class Case:
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 LONG_TABLE = torch.randn(2, 901, generator=torch.Generator().manual_seed(4))
+FROM_END = flashgen.score(lambda s, b, h, q, k: s + 2 * LONG_TABLE[h, 500 - (q - k)])
 EVERY_SECOND = LONG_TABLE[0, ::2]
 BIAS = torch.randn(300)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
@@ -99,7 +100,7 @@ CASES = (
     Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 2)),
     Case("table of distances", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(torch.randn(2, 129))), heads=(2, 2)),
     Case("long table of distances", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(LONG_TABLE)), heads=(2, 2), lengths=(300, 300)),
-    Case("long table of distances, from its end", flashgen.Variant(score=lambda s, b, h, q, k: s + 2 * LONG_TABLE[h, 500 - (q - k)]), heads=(2, 2), lengths=(300, 200)),
+    Case("long table of distances, from its end", flashgen.Variant(score=FROM_END), heads=(2, 2), lengths=(300, 200)),
     Case("every second entry of a table", flashgen.Variant(score=lambda s, b, h, q, k: s + EVERY_SECOND[q - k + 300]), lengths=(130, 200)),
     Case("bias by key", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k])),
     Case("bias by key and distance", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k] - 0.1 * torch.abs(q - k))),
