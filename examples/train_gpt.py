@@ -249,6 +249,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     chosen = SETS.get(options.attention, (options.attention,))
     if options.device == "cpu" and not set(chosen) <= {"flashgen", "sdpa"}:
         parser.error(f"--attention {options.attention}: cudnn, flash and flex need a GPU to train")
+    if options.variant != "causal" and "flash" in chosen:
+        parser.error(f"--attention {options.attention} --variant {options.variant}: SDPA's FlashAttention backend takes no bias")
     return options
 
 

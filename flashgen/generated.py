@@ -159,6 +159,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm90_causal_forward_bfloat16", _causal, _problem("bfloat16", 128), HOPPER),
         Golden("sm90_window_softcap_forward_bfloat16", _window_softcap, _problem("bfloat16", 128, group=2, bounded=True, positive_gain=True), HOPPER),
         Golden("sm90_own_functions_forward_float16", _own_functions, _problem("float16", 128), HOPPER),
+        Golden("sm90_learned_table_forward_bfloat16", _learned_table, _problem("bfloat16", 128), HOPPER),
         Golden("sm90_documents_forward_bfloat16", _documents, _problem("bfloat16", 128), HOPPER),
         Golden("sm90_documents_backward_bfloat16", _documents, _problem("bfloat16", 128, "backward"), HOPPER),
         Golden("sm90_blocks_forward_bfloat16", _blocks, _problem("bfloat16", 128), HOPPER),

@@ -242,9 +242,13 @@ class _Stages:
             return None
         node = nodes[loads[0]]
         slot, *_, last = node.data, *node.args
-        apart = {i for i in self.form.reachable(self.gap) if "q" in depends[i]} - self.form.reachable(loads[0])
         direction = self._direction(last)
-        if not direction or any(nodes[a].op in ("q", "k") for i in apart for a in nodes[i].args):  # q - k is needed beside the entry
+        beside, todo = {loads[0]}, [self.gap]
+        while todo:
+            if (i := todo.pop()) not in beside:
+                beside.add(i)
+                todo += nodes[i].args
+        if not direction or any(nodes[i].op in ("q", "k") for i in beside):  # q - k is needed beside the entry
             return None
         capture, dimension = f"p.capture_{slot}", len(node.args) - 1
         terms = lambda p: [f"fg::clamp_index({p.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args[:-1])]  # noqa: E731

@@ -440,7 +440,7 @@ struct alignas(1024) Smem {
   float statistics[STAGES][2][BLOCK_Q];
   fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   int tiles[STAGES];  // see describe
-  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
+  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -587,7 +587,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
 #pragma unroll 1
         for (int tile = seen.begin / BLOCK_Q; tile < end; ++tile) {
           if (tile >= window + 32) {
-if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  // over a hole
+            if (some == 0) tile = q_from(p, u, k_first, k_last, tile * BLOCK_Q) / BLOCK_Q;  // over a hole
             if (tile >= end) break;
             window = tile;
             const int own = window + lane, kind = own < end ? tile_class(p, u, own * BLOCK_Q, min(own * BLOCK_Q + BLOCK_Q, lens.q_len) - 1, k_first, k_last) : fg::EMPTY;

@@ -403,7 +403,7 @@ struct alignas(1024) Smem {
   float statistics[STAGES][2][BLOCK_Q];
   fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   int tiles[STAGES];  // see describe
-  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
+  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 

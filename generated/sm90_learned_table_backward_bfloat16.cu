@@ -349,7 +349,7 @@ struct alignas(1024) Smem {
   fg::Barrier ds_full[STAGES], ds_empty[STAGES];
   int tiles[STAGES];  // see describe
   int ds_tiles[STAGES];  // whose dS it is; < 0: no more
-  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
+  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 

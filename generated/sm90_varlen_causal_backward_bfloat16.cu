@@ -397,7 +397,7 @@ __device__ __forceinline__ int head_of(int described) { return described / 4 % G
 __device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
-// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum, or stores those of a lone block. Warpgroups 1 and 2 are the consumers: 64 keys each.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
 //   s[4 j + 2 r + e]   score of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4: wgmma's accumulator of S^T; then the
@@ -425,7 +425,7 @@ struct alignas(1024) Smem {
   float statistics[STAGES][2][BLOCK_Q];
   fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   int tiles[STAGES];  // see describe
-  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: no more
+  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -584,6 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         }
         if (last) break;
       }
+      if (lane == 0) fg::bulk_wait_read<0>();  // shared memory must outlive the copies
     }
     return;
   }

@@ -51,14 +51,17 @@ def test_forced_fields_are_kept_and_unknown_ones_refused():
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_more_registers_than_a_launch_has_are_refused(which):
-    """setmaxnreg would wait for them forever: three consumers with what two may have, or a producer with more than is left."""
+def test_registers_that_setmaxnreg_cannot_give_are_refused(which):
+    """It would wait forever for more than a launch has. A consumer's are as asked for, the producer has what they leave."""
     problem, target = Problem("bfloat16", 128, 128, which=which), targets.parse("sm90a")
     chosen = plan(FACTS, problem, target, "sm90").as_dict()
-    own = {name: chosen[name] for name in ("consumers", "block_kv", "consumer_registers", "producer_registers") if name in chosen}
+    own = {name: chosen[name] for name in ("consumers", "block_kv", "consumer_registers") if name in chosen}
     assert plan(FACTS, problem, target, "sm90", own).as_dict() == chosen
-    with pytest.raises(fg.VariantError, match="registers of all warpgroups"):
-        plan(FACTS, problem, target, "sm90", {**own, "producer_registers": chosen["producer_registers"] + 8})
+    assert plan(FACTS, problem, target, "sm90", {"block_kv": 128, "consumer_registers": 240}).producer_registers == 24
+    more = {"producer_registers": chosen["producer_registers"] + 8}
+    for wrong in ({"consumer_registers": 256}, {"consumer_registers": 233}, {"producer_registers": 16}, more):
+        with pytest.raises(fg.VariantError, match=r"registers of all warpgroups|setmaxnreg|together"):
+            plan(FACTS, problem, target, "sm90", {**own, **wrong})
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

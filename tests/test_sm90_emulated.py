@@ -61,6 +61,8 @@ class Case:
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 LONG_TABLE = torch.randn(2, 901, generator=torch.Generator().manual_seed(4))
 FROM_END = flashgen.score(lambda s, b, h, q, k: s + 2 * LONG_TABLE[h, 500 - (q - k)])
+SOME_DISTANCES = flashgen.score(lambda s, b, h, q, k: s + torch.where(q - k > 5, LONG_TABLE[h, q - k + 450], 0.0))
+SOME_CLAMPED = flashgen.score(lambda s, b, h, q, k: s + torch.where((q - k).clamp(-9, 300) > 5, LONG_TABLE[h, (q - k).clamp(-9, 300) + 9], 0.0))
 EVERY_SECOND = LONG_TABLE[0, ::2]
 BIAS = torch.randn(300)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
@@ -102,6 +104,8 @@ CASES = (
     Case("long table of distances", flashgen.Variant(mask=flashgen.causal, score=flashgen.relative_bias(LONG_TABLE)), heads=(2, 2), lengths=(300, 300)),
     Case("long table of distances, from its end", flashgen.Variant(score=FROM_END), heads=(2, 2), lengths=(300, 200)),
     Case("every second entry of a table", flashgen.Variant(score=lambda s, b, h, q, k: s + EVERY_SECOND[q - k + 300]), lengths=(130, 200)),
+    Case("table of some distances", flashgen.Variant(score=SOME_DISTANCES), heads=(2, 2), lengths=(130, 200)),
+    Case("table of clamped distances, some of them", flashgen.Variant(score=SOME_CLAMPED), heads=(2, 2), lengths=(130, 200)),
     Case("bias by key", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k])),
     Case("bias by key and distance", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k] - 0.1 * torch.abs(q - k))),
     Case("quadratic", flashgen.Variant(score=lambda s, b, h, q, k: s + 0.1 * s * s)),
@@ -210,6 +214,22 @@ def emulate(
         getattr(library, f"launch_{launch.entry}")(packed, launch.grid[0], launch.threads)
     assert counter.tolist() == [0, 0], "the counter is left as it was found"
     return out, lse, top
+
+
+@pytest.mark.parametrize(
+    ("score", "found"),
+    [
+        (flashgen.relative_bias(LONG_TABLE), True),
+        (FROM_END, True),
+        (SOME_DISTANCES, False),
+        (SOME_CLAMPED, False),
+        (flashgen.score(lambda s, b, h, q, k: s + LONG_TABLE[h, 2 * (q - k) + 450]), False),
+        (flashgen.score(lambda s, b, h, q, k: s + LONG_TABLE[h, (q - k).abs()]), False),
+    ],
+)
+def test_entries_by_distance_are_read_side_by_side(score, found):
+    q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+    assert ("gap_entries" in flashgen.compile(flashgen.Variant(score=score), target="sm90a").source(q, q, q)) is found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

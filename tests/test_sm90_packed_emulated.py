@@ -18,6 +18,8 @@ from flashgen.reference import reference
 SKEWED = ((300, 1, 0, 40, 129, 3), (300, 130, 7, 40, 0, 5))  # rows and keys of each sequence
 MANY = (tuple(n % 3 for n in range(60)), tuple(n % 4 for n in range(60)))
 SEARCHED = flashgen.Variant(mask=flashgen.causal & (flashgen.sliding_window(left=40, right=0) | flashgen.mask(lambda b, h, q, k: k < 4)))
+NARROW = flashgen.Variant(mask=lambda b, h, q, k: (q - k < 9) & (k <= q), score=flashgen.softcap(2.0))  # rows past the keys see none
+SHORT = ((90, 20, 128, 127, 200, 1), (20, 100, 128, 3, 128, 128))  # most of them fit one block of keys
 CASES = (
     (Case("full, 128", head_dim=(128, 128), heads=(2, 1)), SKEWED),
     (Case("causal, stored by TMA", CAUSAL, heads=(4, 2)), SKEWED),
@@ -26,6 +28,8 @@ CASES = (
     (Case("ALiBi", flashgen.Variant(score=flashgen.alibi()), heads=(2, 2), max_scores=True), SKEWED),
     (Case("first keys and a window: tiles are searched", SEARCHED, heads=(2, 1)), SKEWED),
     (Case("many short ones", CAUSAL, (16, 16), heads=(2, 2)), MANY),
+    (Case("first keys and a window, short ones", SEARCHED, (128, 128), heads=(2, 1)), SHORT),
+    (Case("soft-cap and a window, short ones", NARROW, (128, 128), heads=(2, 2)), SHORT),
 )
 SPARE = 5  # rows after the last sequence
 

@@ -7,14 +7,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import Workspace
+from . import Constraint, Workspace
 
+MOST_REGISTERS, LEAST_REGISTERS = 256, 24  # that setmaxnreg gives a thread, in steps of 8
 SLOT_INTS = 8  # int32s of an fg::Slot
 CLEARING_BLOCKS = 32  # that clear the rows of no sequence: as a rule there are none
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def launch_registers(consumers: int) -> int:
+    """What a launch has got for a thread of each of its warpgroups together, consumers and producer: for more, setmaxnreg waits forever."""
+    return 504 if consumers == 2 else 512
+
+
+def left_to_producer(fields: dict[str, int], consumers: int) -> int:
+    """The producer's registers: those of the plan, or what the consumers leave of them."""
+    left = launch_registers(consumers) - consumers * fields["consumer_registers"]
+    return min(fields["producer_registers"], left) if left >= LEAST_REGISTERS else fields["producer_registers"]
+
+
+def register_rules(f: dict[str, Any], consumers: Any) -> list[Constraint]:
+    """What setmaxnreg asks of a plan's registers."""
+    import sympy
+
+    consumer, producer = f["consumer_registers"], f["producer_registers"]
+    got = sympy.Piecewise((launch_registers(2), sympy.Eq(consumers, 2)), (launch_registers(3), True))
+    beyond = sympy.Max(sympy.Mod(consumer, 8) + sympy.Mod(producer, 8), LEAST_REGISTERS - producer, producer - consumer, consumer - MOST_REGISTERS)
+    return [
+        Constraint("registers of all warpgroups beyond those of the launch", consumers * consumer + producer - got, 0, "registers"),
+        Constraint("registers beyond what setmaxnreg can give", beyond, 0, "registers"),
+    ]
 
 
 def arrived(waiting: bool) -> Workspace:

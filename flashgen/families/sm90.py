@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Family, Launch, Sizes, TensorMap, Workspace, sm90_backward, sm90_clocks
-from .common import CLEARING_BLOCKS, SLOT_INTS, block_columns, ceil_div, most_tiles, symbols
+from .common import (
+    CLEARING_BLOCKS,
+    MOST_REGISTERS,
+    SLOT_INTS,
+    block_columns,
+    ceil_div,
+    left_to_producer,
+    most_tiles,
+    register_rules,
+    symbols,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -19,12 +29,10 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persistent blocks that stride; persistent blocks that draw from a counter
-# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first. The sum over warpgroups is at most what the launch
-# got, 504 for 384 threads, else 512: with more, setmaxnreg waits forever.
+# Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first: together those of a launch.
 REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
 ROOMY_PRODUCER = {"consumer_registers": 208, "producer_registers": 88}  # of two consumer warpgroups
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
-MOST_REGISTERS = 256  # that setmaxnreg can give a thread
 MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
 FOUND = 8  # tiles that the producer's searching warp may be ahead of the one that loads
 SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
@@ -123,6 +131,7 @@ def derive(fields: dict[str, int]) -> dict[str, int]:
     if "consumer_registers" not in fields:
         choices, needed = REGISTERS[fields["consumers"]], _consumer_registers(found) + SPARE_REGISTERS
         found["consumer_registers"], found["producer_registers"] = next((c for c in choices if c[0] >= needed), choices[-1])
+    found["producer_registers"] = left_to_producer(found, fields["consumers"])
     return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1)))}
 
 
@@ -131,13 +140,11 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     import sympy
 
     f = symbols()
-    given = f["consumers"] * f["consumer_registers"] + f["producer_registers"]
-    got = sympy.Piecewise((sm90_backward.LAUNCH_REGISTERS, sympy.Eq(f["consumers"], 2)), (512, True))
     held = _consumer_registers(f) + MOST_REGISTERS - f["consumer_registers"]  # with those that the split among warpgroups leaves it without
     return [
         Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes"),
         Constraint("registers of a consumer", held, MOST_REGISTERS, "registers"),
-        Constraint("registers of all warpgroups beyond those of the launch", given - got, 0, "registers"),
+        *register_rules(f, f["consumers"]),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import Constraint, Launch, Sizes, TensorMap, Workspace
-from .common import CLEARING_BLOCKS, SLOT_INTS, arrived, block_columns, ceil_div, most_tiles, symbols
+from .common import CLEARING_BLOCKS, SLOT_INTS, arrived, block_columns, ceil_div, left_to_producer, most_tiles, register_rules, symbols
 
 if TYPE_CHECKING:
     from ..analysis import Facts
@@ -21,7 +21,6 @@ NARROW_HEAD_DIM = 128  # beyond it dK and dV are the work of one warpgroup each
 BLOCK_KV = 128  # keys of a block: 64 for each of the two consumer warpgroups; of wide heads 64 for both
 THREADS = 384  # of a block: a producer and two consumer warpgroups
 BOX_ROWS = 64  # of every tensor map, see fg/sm90/backward.cuh
-LAUNCH_REGISTERS = 504  # of a thread of each of the three warpgroups together: with more, setmaxnreg waits forever
 REGISTERS = {240: 24, 232: 40, 224: 56}  # a consumer's and the producer's; two and one of them are those of a launch
 EVERYTHING = (1 << 31) - 1  # bytes: no limit
 SUM_SLOTS = 3  # sections of heads that have a float32 sum of dQ at the same time
@@ -61,7 +60,7 @@ def _ordered(problem: Problem) -> bool:
 
 
 def _joined(problem: Problem, plan: Plan) -> bool:
-    """backward_main can do the work of backward_prepare: no kernel comes between them, or after."""
+    """backward_main can do the work of backward_prepare: no kernel comes between them."""
     return _dq_summed(problem) and problem.layout == "dense" and not plan.listed
 
 
@@ -143,6 +142,7 @@ def derive(fields: dict[str, int]) -> dict[str, int]:
         "score_registers": "block_q", "dk_registers": "dim_qk", "dv_registers": "dim_v", "dq_registers": "dq_columns", "dq_score_registers": "dq_block_kv",
     }  # fmt: skip
     found = {**fields, **{name: fields[of] // 2 for name, of in halves.items()}}
+    found["producer_registers"] = left_to_producer(found, 2)
     return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1))), "dq_smem_bytes": dq_smem_bytes(found)}
 
 
@@ -154,8 +154,7 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     found = [Constraint("shared memory", smem_bytes(f, sympy.ceiling), target.smem_block_bytes, "bytes")]
     if _over_keys(problem):
         found.append(Constraint("registers of a consumer beyond its share", _consumer_registers(f, sympy.Max) - f["consumer_registers"], 0, "registers"))
-        given = 2 * f["consumer_registers"] + f["producer_registers"]
-        found.append(Constraint("registers of all warpgroups beyond those of the launch", given - LAUNCH_REGISTERS, 0, "registers"))
+        found += register_rules(f, 2)
     if _dq_by_rows(problem):
         found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
     return found
@@ -255,7 +254,9 @@ def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
-    """Lse and delta of every row, and a float32 copy of dQ (without packing of some heads), in whole tiles. backward_prepare writes and clears them."""
+    """Lse and delta of every row, and a float32 copy of dQ (without packing of some heads), in whole tiles. backward_prepare writes and clears them, but not
+    the dQ of packed sequences that one block alone has.
+    """
     packed, count = problem.layout == "varlen", numbers(problem, plan, sizes)
     tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * count["q_tiles"]  # a sequence may leave one partly empty
     rows = tiles * sizes.heads * plan.block_q
