@@ -41,8 +41,8 @@ inline void bulk_load(void* to, const void* from, unsigned bytes, Barrier& b) {
 }
 inline void bulk_store(void* to, const void* from, unsigned bytes) { memcpy(to, from, bytes); }
 inline void bulk_add(float* to, const float* from, unsigned bytes) { for (unsigned i = 0; i < bytes / 4; ++i) to[i] += from[i]; }
-template <int N> void bulk_wait_read() {}
-inline void tma_store_wait() {}
+template <int N> void bulk_wait_read() { emu::current->copies = min(emu::current->copies, N); }
+inline void tma_store_wait() { emu::current->copies = 0; }
 inline void wait_turn(const int* count, int turn) { if (*count != turn) { fprintf(stderr, "block %d waits for a turn that no block before it ends\n", (int)blockIdx.x); exit(5); } }
 inline unsigned shared_pair(unsigned address) { unsigned x; memcpy(&x, smem_bytes + address, 4); return x; }
 inline float4 load_l2(const float4* p) { return *p; }

@@ -24,13 +24,18 @@ struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace emu {
-struct Fiber { ucontext_t context; Dim thread; bool done; long ops; std::vector<char> stack; };
+struct Fiber { ucontext_t context; Dim thread; bool done; long ops; int copies; std::vector<char> stack; };  // copies: from shared memory, not waited for
 inline std::vector<Fiber> fibers;
 inline Fiber* current;
 inline ucontext_t scheduler;
 inline Dim block, grid, threads;
 inline long progress;
 inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void leave() {
+  if (current->copies) { fprintf(stderr, "a thread ends before its copies have read shared memory\n"); exit(7); }
+  current->done = true;
+  ++progress;
+}
 struct Warp { unsigned words[2][32][4]; long arrived; };
 inline std::vector<Warp> warps;
 // every lane gives four words and sees those of all
@@ -139,8 +144,8 @@ inline void tma_load(void* to, const TensorMap& m, Barrier& b, int column, int r
 inline void tma_store(const TensorMap& m, const void* from, int column, int row, int head, Rows of) {
   store_box(m, from, {column, PACKED_ROWS - of.count + row, head, of.first + of.count, PACKED_ROWS});
 }
-inline void tma_store_commit() {}
-inline void tma_store_wait_read() {}
+inline void tma_store_commit() { ++emu::current->copies; }
+inline void tma_store_wait_read() { emu::current->copies = 0; }
 inline void async_proxy_fence() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
@@ -213,7 +218,7 @@ template <class Body> void run_grid(int blocks, int threads, Body body) {
       Fiber& f = fibers[t];
       f.thread.x = t; f.stack.resize(65536 * 2); getcontext(&f.context);
       f.context.uc_stack.ss_sp = f.stack.data(); f.context.uc_stack.ss_size = f.stack.size(); f.context.uc_link = &scheduler;
-      makecontext(&f.context, (void (*)())+[]() { (*now)(); current->done = true; ++progress; }, 0);
+      makecontext(&f.context, (void (*)())+[]() { (*now)(); leave(); }, 0);
     }
     long last = -1;
     for (bool left = true; left;) {
