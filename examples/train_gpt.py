@@ -16,6 +16,7 @@ import math
 import sys
 import sysconfig
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,13 @@ class SdpaAttention:
     """The same through torch's scaled_dot_product_attention: the backend that it chooses, or one of its own."""
 
     def __init__(self, variant: str, *backends: SDPBackend) -> None:
-        self.causal, self.dense, self.backends = variant == "causal", None, list(backends or ALL_BACKENDS)
+        self.causal, self.dense, self.backends = variant == "causal", None, list(backends)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.causal and self.dense is None:
             self.dense = window_alibi_bias(q.shape[1], q.shape[2]).to(q.device, q.dtype)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(self.backends):
+        with sdpa_kernel(self.backends) if self.backends else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.dense, is_causal=self.causal).transpose(1, 2)
 
 
@@ -95,7 +96,6 @@ class FlexAttention:
         return self.attend(q, k, v, score_mod=self.score, block_mask=self.mask).transpose(1, 2)
 
 
-ALL_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
 ATTENTIONS = {
     "flashgen": FlashgenAttention,
     "sdpa": SdpaAttention,

@@ -114,12 +114,11 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         def finish(p: Printer) -> list[str]:
             lines = []
             for load, g in gradients:
-                slot, offset = extended.nodes[load].data, "0"
-                for d, a in enumerate(extended.nodes[load].args):  # row-major offset in the contiguous gradient
-                    size = f"p.capture_{slot}_size_{d}"
-                    index = f"fg::clamp_index({p.expression(a)}, {size})"
+                node = extended.nodes[load]
+                slot, offset = node.data, "0"
+                for d in range(len(node.args)):  # row-major offset in the contiguous gradient
                     before = f"(long long){offset}" if d == 1 else f"({offset})"
-                    offset = f"{before} * {size} + {index}" if d else index
+                    offset = f"{before} * p.capture_{slot}_size_{d} + {p.clamped(node, d)}" if d else p.clamped(node, d)
                 one = extended.nodes[g].op == "const" and extended.nodes[g].data == 1.0
                 lines.append(f"fg::grad_add(p.grad_{slot} + ({offset}), {'dscore' if one else f'dscore * ({p.expression(g)})'});")
             return lines
@@ -250,9 +249,7 @@ class _Stages:
                 todo += nodes[i].args
         if not direction or any(nodes[i].op in ("q", "k") for i in beside):  # q - k is needed beside the entry
             return None
-        capture, dimension = f"p.capture_{slot}", len(node.args) - 1
-        terms = lambda p: [f"fg::clamp_index({p.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args[:-1])]  # noqa: E731
-        index = lambda p: f"fg::clamp_index({p.expression(last)}, {capture}_size_{dimension})"  # noqa: E731
+        dimension = len(node.args) - 1
 
         def function(roots: list[int], finish: Callable[[Printer], str], known: Mapping[int, str]) -> list[str]:
             printer = Printer(self.form, self.real, lambda i: known.get(i) or self._name(i, "gap"), self.exact, narrow=True)
@@ -261,10 +258,10 @@ class _Stages:
         differences = {i: "d" for i in self.form.reachable(last) if nodes[i].op == "sub" and [nodes[a].op for a in nodes[i].args] == ["q", "k"]}
         return Entries(
             STORAGE_TYPES[self.form.captures[slot].dtype], direction,
-            function(list(node.args[:-1]), lambda p: f"return {' + '.join([capture, *terms(p)])}", {}),
-            function([last], lambda p: f"return {index(p)}", differences),
+            function(list(node.args[:-1]), lambda p: f"return {p.line(node)}", {}),
+            function([last], lambda p: f"return {p.clamped(node, dimension)}", differences),
             function([self.gap], lambda p: f"g.{self.field[self.gap]} = {p.expression(self.gap)}", {loads[0]: Printer.stored("entry", node.type)}),
-            f"{capture}_stride_{dimension}",
+            f"p.capture_{slot}_stride_{dimension}",
         )  # fmt: skip
 
     def _direction(self, i: int) -> int:

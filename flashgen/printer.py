@@ -160,14 +160,23 @@ class Printer:
         return text, _UNARY if text.startswith("-") else _ATOM
 
     def _load(self, node: Node) -> str:
-        capture = f"p.capture_{node.data}"
-        terms = [f"fg::clamp_index({self.expression(a)}, {capture}_size_{d}) * {capture}_stride_{d}" for d, a in enumerate(node.args)]
-        if self.narrow and terms:  # the last dimension's stride fits an int (calls.prepared), what comes before it may be hoisted
-            last = f"fg::clamp_index({self.expression(node.args[-1])}, {capture}_size_{len(terms) - 1}), (int){capture}_stride_{len(terms) - 1}"
-            element = f"fg::element({' + '.join([capture, *terms[:-1]])}, {last})"
+        capture, last = f"p.capture_{node.data}", len(node.args) - 1
+        if self.narrow and node.args:  # the last dimension's stride fits an int (calls.prepared), what comes before it may be hoisted
+            element = f"fg::element({self.line(node)}, {self.clamped(node, last)}, (int){capture}_stride_{last})"
         else:
-            element = f"{capture}[{' + '.join(terms) or '0'}]"
+            element = f"{capture}[{' + '.join(self._offset(node, d) for d in range(last + 1)) or '0'}]"
         return self.stored(element, node.type)
+
+    def clamped(self, node: Node, d: int) -> str:
+        """The index of a load in dimension d, within the tensor."""
+        return f"fg::clamp_index({self.expression(node.args[d])}, p.capture_{node.data}_size_{d})"
+
+    def _offset(self, node: Node, d: int) -> str:
+        return f"{self.clamped(node, d)} * p.capture_{node.data}_stride_{d}"
+
+    def line(self, node: Node) -> str:
+        """Where the entries begin that a load's last index chooses among."""
+        return " + ".join([f"p.capture_{node.data}", *(self._offset(node, d) for d in range(len(node.args) - 1))])
 
     @staticmethod
     def stored(element: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Common: small pieces of arithmetic that several families' budgets share.
+"""Common: small pieces that several families' records share: arithmetic of budgets, what setmaxnreg asks of registers, a workspace.
 
 Example: ``symbols()["block_q"] * ceil_div(dim, 16)``.
 """

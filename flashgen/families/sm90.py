@@ -94,9 +94,10 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         # and under masks for head dims to 96.
         narrow = long and not (packed or facts.data_dependent or facts.loads_per_pair or problem.dropout or (masked and max(dim_qk, dim_v) <= 96))
         tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
-        if long and not masked:
-            tiles.append((2, 144, STATIC, 2, 2, 1, 1))
-        tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in ((1, 0) if steady else (0,))] if masked else [(2, 128, STATIC, 2, 2, 1, 0)]
+        if masked:
+            tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in ((1, 0) if steady else (0,))]
+        else:
+            tiles += [(2, 144, STATIC, 2, 2, 1, 1), (2, 128, STATIC, 2, 2, 1, 0)] if long else [(2, 128, STATIC, 2, 2, 1, 0)]
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
@@ -116,7 +117,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         place = next(n for n, p in enumerate(points) if p["consumers"] == 2)
         points.insert(place + 1, {**points[place], **ROOMY_PRODUCER, "mask_bits": 1})
     if facts.has_score:
-        points.insert(1, {**points[0], "ahead": 1 - points[0]["ahead"]})  # where that takes too many registers
+        points.insert(1, {**points[0], "ahead": 1 - points[0]["ahead"]})  # the other way, where one takes too many registers
     if packed:  # pieces are of very different lengths
         points = [{**p, "schedule": DYNAMIC} for p in points]
     return [derive({**p, "store_registers": int(p["store_registers"] or problem.out_low)}) for p in points]
