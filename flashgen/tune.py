@@ -2,8 +2,8 @@
 
 Trial (a pass with its tensors) -> Measured. Example: ``tune(trial).winner``.
 
-A power-limited chip ranks plans differently hot and cool: each candidate is timed in short bursts with pauses, then the close ones in turn after a second
-of load. The hot times decide; within CLOSE of the fastest the tiler's own choice stays.
+A power-limited chip ranks plans differently hot and cool: each candidate is timed in short bursts with pauses, then the close ones in turn under load, and
+of these the closest each at the clock that it lets the chip run at. The hot times decide; within CLOSE of the fastest the tiler's own choice stays.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from .workers import Pool
 
 MOST_CANDIDATES = 24  # of a pass
 CONTENDING = 1.35  # times the fastest, cool: slower plans are not timed hot
+# In turns of some milliseconds a plan runs at the clock that the one before it left: those within this of the fastest, and no more, are timed each at its own.
+CLOSEST, FINALISTS = 1.08, 4
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}  # of a row, relative to its norm: plans round differently
 Progress = Callable[[str, int, int], None]  # what is done, how many of how many
 
@@ -42,10 +44,13 @@ Progress = Callable[[str, int, int], None]  # what is done, how many of how many
 class Effort:
     """How long is measured. Seconds."""
 
-    load: float = 1.0  # before the hot measurement
+    load: float = 0.5  # before the hot measurement
     burst: float = 0.006  # one timing of one plan
     pause: float = 0.01  # before each cool burst
     rounds: int = 7
+    settling: float = 0.12  # on a GPU, of one plan before its final timing, which takes settled_burst
+    settled_burst: float = 0.02
+    settled_rounds: int = 2
 
 
 @dataclass(frozen=True)
@@ -276,7 +281,7 @@ def _burst_ms(device: torch.device, run: Callable[[], None], calls: int) -> floa
 
 
 def _time(trial: Trial, rows: list[Row], runners: dict[int, Callable[[], None]], effort: Effort, progress: Progress) -> None:
-    """Fill in the cool times of all, and the hot ones of those that contend; the winner and the tiler's choice are timed twice as often."""
+    """Fill in the cool times of all, and the hot ones of those that contend, on a GPU of the closest of them."""
     burst = lambda number, calls: _burst_ms(trial.device, runners[number], calls)  # noqa: E731
     fewest, bursts, typical = (1, 2, statistics.median) if trial.device.type == "cuda" else (3, 5, min)
     calls, cool = {}, {}
@@ -296,18 +301,43 @@ def _time(trial: Trial, rows: list[Row], runners: dict[int, Callable[[], None]],
     while time.perf_counter() < until:
         for number in contending:
             burst(number, calls[number])
-    times_hot: dict[int, list[float]] = {number: [] for number in contending}
-    _rounds(burst, times_hot, contending, calls, effort.rounds)
-    fastest = min(contending, key=lambda number: typical(times_hot[number]))
-    if fastest != 0:
-        _rounds(burst, times_hot, [0, fastest], calls, 2 * effort.rounds)
-    for number, times in times_hot.items():
+    hot = _rounds(burst, contending, calls, effort.rounds)
+    if trial.device.type == "cuda":
+        hot = _settled(burst, hot, calls, effort)
+    else:
+        fastest = min(hot, key=lambda number: typical(hot[number]))
+        more = _rounds(burst, [0, fastest] if fastest else [], calls, 2 * effort.rounds)
+        hot = {number: times + more.get(number, []) for number, times in hot.items()}
+    for number, times in hot.items():
         rows[number].hot_ms = typical(times)
 
 
-def _rounds(burst: Callable[[int, int], float], times: dict[int, list[float]], numbers: list[int], calls: dict[int, int], rounds: int) -> None:
-    """Every plan in turn, from another one on in each round."""
+Burst = Callable[[int, int], float]  # number of a plan, how many calls -> milliseconds of one
+
+
+def _rounds(burst: Burst, numbers: list[int], calls: Mapping[int, int], rounds: int) -> dict[int, list[float]]:
+    """Times of every plan in turn, from another one on in each round."""
+    times: dict[int, list[float]] = {number: [] for number in numbers}
     for n in range(rounds):
-        at = n % len(numbers)
+        at = n % max(1, len(numbers))
         for number in numbers[at:] + numbers[:at]:
             times[number].append(burst(number, calls[number]))
+    return times
+
+
+def _settled(burst: Burst, hot: Mapping[int, list[float]], calls: Mapping[int, int], effort: Effort) -> dict[int, list[float]]:
+    """Times of number 0 and the closest of the others, each after it has run for a while; the fastest and number 0 twice as often."""
+    typical = {number: statistics.median(times) for number, times in hot.items()}
+    close = [number for number in sorted(typical, key=lambda n: typical[n]) if number and typical[number] <= CLOSEST * min(typical.values())]
+    longer = {number: max(1, int(calls[number] * effort.settled_burst / effort.burst)) for number in (0, *close[: FINALISTS - 1])}
+
+    def settled(number: int, calls: int) -> float:
+        until = time.perf_counter() + effort.settling
+        while time.perf_counter() < until:
+            burst(number, calls)
+        return burst(number, calls)
+
+    times = _rounds(settled, list(longer), longer, effort.settled_rounds)
+    fastest = min(times, key=lambda number: statistics.median(times[number]))
+    more = _rounds(settled, [0, fastest] if fastest else [], longer, effort.settled_rounds)
+    return {number: found + more.get(number, []) for number, found in times.items()}

@@ -30,7 +30,8 @@ constexpr int Q_STAGES = 2;
 constexpr int SCANNED = 1;
 constexpr int SCHEDULE = 2;
 constexpr int SCORE_REGISTERS = 64;
-constexpr int SECTION_BYTES = 33554432;
+constexpr int SECTION_BYTES = 16777216;
+constexpr int SHORTEST_LAST = 0;
 constexpr int SMEM_BYTES = 230400;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
@@ -324,7 +325,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
       fg::Ring<FOUND> ring;
       int n = blockIdx.x;
-      int drawn = 0;
 #pragma unroll 1
       while (n < p.pieces) {
         const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
@@ -343,7 +343,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
         const fg::Range seen = kv_range(p, u, q_first, q_last);
         const int first = seen.begin / BLOCK_KV;
-        if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
 #pragma unroll 1
         for (int above = (seen.end + BLOCK_KV - 1) / BLOCK_KV; above > first;) {
           // The mask over 32 tiles at once, one for each lane: bit i of a word is tile above - 1 - i.
@@ -369,6 +368,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           if (above > first && held == 0) above = (kv_before(p, u, q_first, q_last, above * BLOCK_KV) + BLOCK_KV - 1) / BLOCK_KV;  // over a hole
         }
         tell(-1);
+        // Drawn no earlier, or the last pieces would go to blocks that are still far from done.
+        int drawn = 0;
+        if (lane == 0) drawn = atomicAdd(p.counter, 1);
         n = gridDim.x + __shfl_sync(fg::ALL_LANES, drawn, 0);
       }
       fg::barrier_wait(smem.found_empty[ring.slot], ring.parity ^ 1);

@@ -29,7 +29,8 @@ constexpr int Q_STAGES = 2;
 constexpr int SCANNED = 0;
 constexpr int SCHEDULE = 2;
 constexpr int SCORE_REGISTERS = 64;
-constexpr int SECTION_BYTES = 33554432;
+constexpr int SECTION_BYTES = 16777216;
+constexpr int SHORTEST_LAST = 1;
 constexpr int SMEM_BYTES = 230400;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
@@ -300,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     int drawn = 0;
 #pragma unroll 1
     while (n < p.pieces) {
-      const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
+      const fg::Work work = fg::nth_longest_shortest_last(n, p.q_tiles, p.batch * p.heads, p.section);
       const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
       const Lens lens = item(p, b).lens;
       const int kv_len = lens.kv_len;
@@ -379,7 +380,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       const bool some_seen = seen.begin < seen.end;
       if (some_seen) load_keys(last);
       load_queries(some_seen);
-      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
       int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
       if (lane == 0) {
         smem.work[q_ring.slot] = Piece{b, h, q_first, next};
@@ -399,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         if (next >= 0) load_keys(next >> KIND_BITS);
         waiting = tile;
       }
+      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // no earlier, or the last pieces would go to blocks that are still far from done
       if (waiting >= 0) load_values(waiting);
       n = gridDim.x + __shfl_sync(fg::ALL_LANES, drawn, 0);
     }

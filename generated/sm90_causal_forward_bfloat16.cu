@@ -16,7 +16,7 @@ constexpr int BLOCK_KV = 64;
 constexpr int BLOCK_Q = 192;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 160;
+constexpr int CONSUMER_REGISTERS = 152;
 constexpr int CONSUMERS = 3;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
@@ -24,12 +24,13 @@ constexpr int EARLY_KEYS = 0;
 constexpr int HOLES = 0;
 constexpr int MASK_BITS = 0;
 constexpr int OUT_REGISTERS = 64;
-constexpr int PRODUCER_REGISTERS = 32;
+constexpr int PRODUCER_REGISTERS = 56;
 constexpr int Q_STAGES = 1;
 constexpr int SCANNED = 0;
 constexpr int SCHEDULE = 2;
 constexpr int SCORE_REGISTERS = 32;
-constexpr int SECTION_BYTES = 33554432;
+constexpr int SECTION_BYTES = 16777216;
+constexpr int SHORTEST_LAST = 1;
 constexpr int SMEM_BYTES = 197632;
 constexpr int SMS = 132;
 constexpr int STAGES = 3;
@@ -285,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     int drawn = 0;
 #pragma unroll 1
     while (n < p.pieces) {
-      const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
+      const fg::Work work = fg::nth_longest_shortest_last(n, p.q_tiles, p.batch * p.heads, p.section);
       const int b = work.head / p.heads, h = work.head - b * p.heads, q_first = work.tile * BLOCK_Q;
       const Lens lens = item(p, b).lens;
       const int kv_len = lens.kv_len;
@@ -364,7 +365,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       const bool some_seen = seen.begin < seen.end;
       if (some_seen) load_keys(last);
       load_queries(some_seen);
-      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
       int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
       if (lane == 0) {
         smem.work[q_ring.slot] = Piece{b, h, q_first, next};
@@ -384,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         if (next >= 0) load_keys(next >> KIND_BITS);
         waiting = tile;
       }
+      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // no earlier, or the last pieces would go to blocks that are still far from done
       if (waiting >= 0) load_values(waiting);
       n = gridDim.x + __shfl_sync(fg::ALL_LANES, drawn, 0);
     }

@@ -13,12 +13,12 @@ constexpr int HEAD_DIM_QK = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int GROUP = 1;  // query heads per kv head
 constexpr int AHEAD = 0;
-constexpr int BLOCK_KV = 128;
-constexpr int BLOCK_Q = 128;
+constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 192;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 224;
-constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_REGISTERS = 152;
+constexpr int CONSUMERS = 3;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
 constexpr int EARLY_KEYS = 0;
@@ -26,14 +26,15 @@ constexpr int HOLES = 1;
 constexpr int MASK_BITS = 0;
 constexpr int OUT_REGISTERS = 64;
 constexpr int PRODUCER_REGISTERS = 56;
-constexpr int Q_STAGES = 2;
+constexpr int Q_STAGES = 1;
 constexpr int SCANNED = 1;
 constexpr int SCHEDULE = 2;
-constexpr int SCORE_REGISTERS = 64;
-constexpr int SECTION_BYTES = 33554432;
-constexpr int SMEM_BYTES = 230400;
+constexpr int SCORE_REGISTERS = 32;
+constexpr int SECTION_BYTES = 16777216;
+constexpr int SHORTEST_LAST = 0;
+constexpr int SMEM_BYTES = 197632;
 constexpr int SMS = 132;
-constexpr int STAGES = 2;
+constexpr int STAGES = 3;
 constexpr int STAGGER = 0;
 constexpr int STORE_REGISTERS = 0;
 
@@ -43,24 +44,18 @@ constexpr int STORE_REGISTERS = 0;
 #include "fg/sm90/schedule.cuh"
 #include "fg/sm90/softmax.cuh"
 
-// d (64 x 128) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
-__device__ __forceinline__ void multiply_scores(float (&d)[64], fg::Descriptor a, fg::Descriptor b, int accumulate) {
+// d (64 x 64) = a b, or += with `accumulate`: both operands in shared memory, their rows along the depth of the product.
+__device__ __forceinline__ void multiply_scores(float (&d)[32], fg::Descriptor a, fg::Descriptor b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
@@ -305,7 +300,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
       fg::Ring<FOUND> ring;
       int n = blockIdx.x;
-      int drawn = 0;
 #pragma unroll 1
       while (n < p.pieces) {
         const fg::Work work = fg::nth_longest(n, p.q_tiles, p.batch * p.heads, p.section);
@@ -324,7 +318,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         const int q_last = min(q_first + BLOCK_Q, lens.q_len) - 1;
         const fg::Range seen = kv_range(p, u, q_first, q_last);
         const int first = seen.begin / BLOCK_KV;
-        if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
 #pragma unroll 1
         for (int above = (seen.end + BLOCK_KV - 1) / BLOCK_KV; above > first;) {
           // The mask over 32 tiles at once, one for each lane: bit i of a word is tile above - 1 - i.
@@ -355,6 +348,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
           }
         }
         tell(-1);
+        // Drawn no earlier, or the last pieces would go to blocks that are still far from done.
+        int drawn = 0;
+        if (lane == 0) drawn = atomicAdd(p.counter, 1);
         n = gridDim.x + __shfl_sync(fg::ALL_LANES, drawn, 0);
       }
       fg::barrier_wait(smem.found_empty[ring.slot], ring.parity ^ 1);

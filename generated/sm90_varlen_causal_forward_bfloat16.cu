@@ -29,7 +29,8 @@ constexpr int Q_STAGES = 2;
 constexpr int SCANNED = 0;
 constexpr int SCHEDULE = 2;
 constexpr int SCORE_REGISTERS = 64;
-constexpr int SECTION_BYTES = 33554432;
+constexpr int SECTION_BYTES = 16777216;
+constexpr int SHORTEST_LAST = 1;
 constexpr int SMEM_BYTES = 230400;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
@@ -404,7 +405,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       const bool some_seen = seen.begin < seen.end;
       if (some_seen) load_keys(last);
       load_queries(some_seen);
-      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // looked at when this piece is done
       int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
       if (lane == 0) {
         smem.work[q_ring.slot] = Piece{b, h, q_first, next, rows.first, keys.first, lens};
@@ -424,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         if (next >= 0) load_keys(next >> KIND_BITS);
         waiting = tile;
       }
+      if (lane == 0) drawn = atomicAdd(p.counter, 1);  // no earlier, or the last pieces would go to blocks that are still far from done
       if (waiting >= 0) load_values(waiting);
       n = gridDim.x + __shfl_sync(fg::ALL_LANES, drawn, 0);
     }

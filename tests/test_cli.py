@@ -142,7 +142,7 @@ def test_info_lists_versions_targets_compilers_and_the_cache_and_cleans_it(capsy
 def test_tune_prints_its_tables_and_the_cache_tells_and_forgets_the_winners(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
-    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3))
+    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3, settling=0.01))
     shape = ("--dtype", "float32", "--head-dim", "16", "--heads", "2", "--length", "64")
     text = run(capsys, "tune", "--variant", "Variant(mask=causal, sink=True)", *shape, "--no-backward")
     assert "predicted ms" in text and "tiler's" in text and "forward: " in text and "backward" not in text
@@ -165,7 +165,7 @@ def test_tune_measures_a_preset_and_says_how_good_the_tiler_is(capsys, tmp_path,
 
     monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "MOST_CANDIDATES", 2)
-    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3))
+    monkeypatch.setattr(tune, "Effort", lambda: Effort(load=0.01, burst=0.001, pause=0.0, rounds=3, settling=0.01))
     monkeypatch.setattr(record, "presets", lambda: {"cpu": [(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")]})
     text = run(capsys, "tune", "--preset", "cpu", "--json", str(tmp_path / "table.json"))
     assert text.count("tiler ") == 2 and "of the tuned best in" in text and "of 2 passes" in text

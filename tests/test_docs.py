@@ -17,7 +17,7 @@ from flashgen.__main__ import parser
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```([\w ]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHORT = tune.Effort(load=0.05, burst=0.001, pause=0.0, rounds=3)
+SHORT = tune.Effort(load=0.05, burst=0.001, pause=0.0, rounds=3, settling=0.01)
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

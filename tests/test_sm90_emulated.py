@@ -87,6 +87,8 @@ CASES = (
     Case("window, many tiles", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=300, right=0)), (16, 16), lengths=(200, 2600)),
     Case("window, 128", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=90, right=0)), (128, 128), lengths=(300, 700)),
     Case("documents, many tiles", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY)), (16, 16), lengths=(200, 2600)),
+    Case("documents, 128", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS[:200], MANY)), (128, 128), lengths=(200, 1100)),
+    Case("causal, 128, many tiles", CAUSAL, (128, 128), lengths=(700, 1100)),
     Case("sink and window", flashgen.Variant(mask=flashgen.causal & SINK_AND_WINDOW), (16, 16), lengths=(500, 3000)),
     Case("prefix and window", flashgen.Variant(mask=PREFIX_AND_WINDOW), (16, 16), lengths=(200, 3000)),
     Case("few blocks", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48)), (16, 16), (2, 1), lengths=(240, 2600)),

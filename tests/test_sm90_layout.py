@@ -38,8 +38,8 @@ unsigned across(int columns, int step) {
   return columns == 64 ? fg::step_across<64, 128>(step) : columns == 32 ? fg::step_across<32, 128>(step) : fg::step_across<16, 128>(step);
 }
 unsigned down(int columns, int step) { return columns == 64 ? fg::step_down<64>(step) : columns == 32 ? fg::step_down<32>(step) : fg::step_down<16>(step); }
-int work(int n, int tiles, int heads, int section) {
-  const fg::Work w = fg::nth_longest(n, tiles, heads, section);
+int work(int n, int tiles, int heads, int section, int shortest_last) {
+  const fg::Work w = shortest_last ? fg::nth_longest_shortest_last(n, tiles, heads, section) : fg::nth_longest(n, tiles, heads, section);
   return w.head * 1000 + w.tile;
 }
 }
@@ -120,10 +120,22 @@ def test_scores_are_the_next_operand_without_an_exchange():
 
 @pytest.mark.parametrize("tiles, heads, section", [(1, 1, 1), (5, 3, 1), (5, 7, 3), (4, 8, 8), (7, 2, 2)])
 def test_every_piece_is_taken_once_and_long_ones_first(probe, tiles, heads, section):
-    order = [divmod(probe.work(n, tiles, heads, section), 1000) for n in range(tiles * heads)]
+    order = [divmod(probe.work(n, tiles, heads, section, 0), 1000) for n in range(tiles * heads)]
     assert sorted(order) == sorted(itertools.product(range(heads), range(tiles)))
     for first in range(0, heads, section):
         own = [tile for head, tile in order if first <= head < first + section]
+        assert own == sorted(own, reverse=True)
+
+
+@pytest.mark.parametrize("tiles, heads, section", [(1, 1, 1), (5, 3, 1), (8, 7, 3), (9, 8, 8), (43, 2, 2)])
+def test_the_shortest_pieces_of_all_heads_come_last(probe, tiles, heads, section):
+    order = [divmod(probe.work(n, tiles, heads, section, 1), 1000) for n in range(tiles * heads)]
+    assert sorted(order) == sorted(itertools.product(range(heads), range(tiles)))
+    last = -(-tiles // 8)
+    early, late = order[: (tiles - last) * heads], order[(tiles - last) * heads :]
+    assert [tile for _, tile in late] == sorted([*range(last)] * heads, reverse=True)
+    for first in range(0, heads, section):
+        own = [tile for head, tile in early if first <= head < first + section]
         assert own == sorted(own, reverse=True)
 
 

@@ -28,7 +28,7 @@ from flashgen.tune import Effort
 ROOT = Path(__file__).parent.parent
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
 FEW = {"amx": 0, "block_q": 32}  # leaves five candidates on the CPU, one for each block_kv
-QUICK = Effort(load=0.01, burst=0.001, pause=0.0, rounds=3)
+QUICK = Effort(load=0.01, burst=0.001, pause=0.0, rounds=3, settling=0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -423,3 +423,19 @@ def test_a_gpu_candidate_compiles_in_a_worker_without_a_gpu():
     with workers.Pool(1) as pool:
         (result,) = pool.compile(CAUSAL.plain.form, problem, target, ranked[:1])
     assert result[1].binary is not None and result[1].binary.kind == "cubin", result[1].failure
+
+
+def test_plans_are_ranked_at_their_own_clocks():
+    """Plan 1 looks fast as long as it runs at the clock that plan 0 left, plan 2 does not, plan 3 is far off."""
+    own, latest, since = {0: 1.0, 1: 1.03, 2: 0.9, 3: 2.0}, -1, 0
+
+    def burst(number: int, calls: int) -> float:
+        nonlocal latest, since
+        latest, since = number, since + 1 if number == latest else 0
+        return own[number] * (0.85 if number == 1 and since < 5 else 1.0)
+
+    calls = dict.fromkeys(own, 10)
+    in_turn = tune._rounds(burst, list(own), calls, 3)
+    assert min(in_turn, key=lambda n: in_turn[n][0]) == 1
+    found = tune._settled(burst, in_turn, calls, Effort(settling=0.005, settled_rounds=2))
+    assert found == {0: [1.0] * 4, 1: [1.03] * 2, 2: [0.9] * 4}

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 GRID, STATIC, DYNAMIC = 0, 1, 2  # schedule: a block per piece of work; persistent blocks that stride; persistent blocks that draw from a counter
 # Registers that setmaxnreg gives a consumer and the producer, by consumer warpgroups, roomy producers first: together those of a launch.
-REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((160, 32),)}
+REGISTERS = {1: ((256, 56),), 2: ((224, 56), (232, 40), (240, 24)), 3: ((152, 56), (160, 32))}
 ROOMY_PRODUCER = {"consumer_registers": 208, "producer_registers": 88}  # of two consumer warpgroups
 OVERHEAD_REGISTERS = 30  # statistics, descriptors, indices of a consumer; read off ptxas reports: with fewer, accumulators spill
 MASK_OPS = 8  # up to so many per pair, and no loads, a mask is written out for each score of a tile
 FOUND = 8  # tiles that the producer's searching warp may be ahead of the one that loads
-SPARE_REGISTERS = 4  # more that a consumer gets before the producer does
+SPARE_REGISTERS, AHEAD_REGISTERS = 4, 8  # more that a consumer gets before the producer does, the latter where scores are prepared ahead
 
 
 def refuse(problem: Problem, target: Target) -> list[str]:
@@ -83,7 +83,9 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "ahead": int(facts.has_score and not facts.loads_per_pair),
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
-        "section_bytes": target.l2_bytes * (16 if max(dim_qk, dim_v) <= 128 else 8) // 25 if masked or long else 0,  # the smaller: 3-4% faster at 256
+        "section_bytes": target.l2_bytes * 8 // 25 if masked or long else 0,  # up to 5% faster than twice that
+        # and pieces are drawn late, so that blocks end together: 3% faster; where heads are narrow or tiles few a late draw costs more
+        "shortest_last": int(long and masked and facts.kv_prefix and not facts.data_dependent and max(dim_qk, dim_v) > 64),
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
     if max(dim_qk, dim_v) <= 64:
@@ -91,8 +93,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tiles = [(3, block_kv, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
     elif max(dim_qk, dim_v) <= 128:
         # Three warpgroups hide more of a softmax than two, whose wider tiles are faster where keys are few, where scores load something for each pair,
-        # and under masks for head dims to 96.
-        narrow = long and not (packed or facts.data_dependent or facts.loads_per_pair or problem.dropout or (masked and max(dim_qk, dim_v) <= 96))
+        # and for head dims to 96.
+        narrow = long and max(dim_qk, dim_v) > 96 and not (packed or facts.listed or facts.loads_per_pair or problem.dropout)
         tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
         if masked:
             tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in ((1, 0) if steady else (0,))]
@@ -105,14 +107,13 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         tiles.append((2, 64, DYNAMIC, 2, 4, 0, 0))  # tiles of whole blocks; warpgroups that see different ones may be further apart
     tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
-    splits: list[dict[str, int]] = [{}]
+    splits: dict[int, list[dict[str, int]]] = {n: [{}] for n in REGISTERS}
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
-        splits = [{"consumer_registers": 224, "producer_registers": 56}, ROOMY_PRODUCER]
-        splits = splits[::-1] if facts.listed else splits  # explicit blocks: 4% faster
-        tiles = [values for values in tiles if values[0] == 2]
-        if not common["mask_bits"]:
-            splits = [{**split, "mask_bits": bits} for bits in (0, 1) for split in splits]
-    points = [{**common, **dict(zip(names, values, strict=True)), **split} for values in tiles for split in splits]
+        roomy: list[dict[str, int]] = [{"consumer_registers": 224, "producer_registers": 56}, ROOMY_PRODUCER]
+        roomy = roomy[::-1] if facts.listed else roomy  # explicit blocks: 4% faster
+        bits = (1,) if common["mask_bits"] else (0, 1)
+        splits = {1: [], 2: [{**split, "mask_bits": n} for n in bits for split in roomy], 3: [] if max(dim_qk, dim_v) <= 96 or common["mask_bits"] else [{}]}
+    points = [{**common, **dict(zip(names, values, strict=True)), **split} for values in tiles for split in splits[values[0]]]
     if masked and not facts.data_dependent:  # where a mask of many operations spills: its bounds over a tile in the producer, itself in the consumers
         place = next(n for n, p in enumerate(points) if p["consumers"] == 2)
         points.insert(place + 1, {**points[place], **ROOMY_PRODUCER, "mask_bits": 1})
@@ -127,10 +128,11 @@ def derive(fields: dict[str, int]) -> dict[str, int]:
     """Fields that follow from others."""
     found = {
         **fields, "block_q": 64 * fields["consumers"], "score_registers": fields["block_kv"] // 2, "out_registers": fields["dim_v"] // 2,
-        "holes": fields["holes"] * (1 - fields["stagger"]),
+        "holes": fields["holes"] * (1 - fields["stagger"]), "shortest_last": fields["shortest_last"] * (fields["schedule"] == DYNAMIC),
     }  # fmt: skip
     if "consumer_registers" not in fields:
-        choices, needed = REGISTERS[fields["consumers"]], _consumer_registers(found) + SPARE_REGISTERS
+        spare = SPARE_REGISTERS + AHEAD_REGISTERS * fields["ahead"] * (1 - fields["scanned"])
+        choices, needed = REGISTERS[fields["consumers"]], _consumer_registers(found) + spare
         found["consumer_registers"], found["producer_registers"] = next((c for c in choices if c[0] >= needed), choices[-1])
     found["producer_registers"] = left_to_producer(found, fields["consumers"])
     return {**found, "smem_bytes": int(smem_bytes(found, lambda x: -int(-x // 1)))}
