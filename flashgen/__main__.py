@@ -130,12 +130,10 @@ def explain(options: argparse.Namespace) -> None:
 def tune(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.preset is not None:
-        from .bench import record, tuned
+        from .bench import tuned
 
         cases, device = _preset(options.preset)
-        result = tuned.run(dict.fromkeys(case for case, _ in cases), device, options.family)
-        if options.record is not None:
-            record.save(result, options.record)
+        tuned.run(dict.fromkeys(case for case, _ in cases), device, options.family, options.record)
         return
     kernel, shapes, call = describe(options)
     q, k, v = (torch.randn(t.shape, device=device).to(t.dtype) for t in shapes)
@@ -178,11 +176,9 @@ def bench(options: argparse.Namespace) -> None:
 
     cases, device = _preset(options.preset)
     only = tuple(options.peers.split(",")) if options.peers else ()
-    result = record.run(cases, device, rounds=options.rounds, family=options.family, only=only)
+    result = record.run(cases, device, rounds=options.rounds, family=options.family, only=only, path=options.record)
     for name, figures in result["summary"].items():
         print(f"{name}: geometric mean {figures['geometric_mean']:.2f}x, least {figures['min']:.2f}x of {figures['cells']} cells")
-    if options.record is not None:
-        record.save(result, options.record)
     if options.plot is not None:
         from .bench.plots import roofline
 

@@ -15,7 +15,7 @@ constexpr int BLOCK_KV = 128;
 constexpr int BLOCK_Q = 64;
 constexpr int COLUMNS_QK = 64;
 constexpr int COLUMNS_V = 64;
-constexpr int CONSUMER_REGISTERS = 232;
+constexpr int CONSUMER_REGISTERS = 224;
 constexpr int DIAGONALS = 0;
 constexpr int DIM_QK = 128;
 constexpr int DIM_V = 128;
@@ -27,16 +27,16 @@ constexpr int DQ_COLUMNS = 64;
 constexpr int DQ_REGISTERS = 32;
 constexpr int DQ_SCORE_REGISTERS = 32;
 constexpr int DQ_SMEM_BYTES = 115712;
-constexpr int DQ_STAGED = 1;
+constexpr int DQ_STAGED = 0;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
-constexpr int PRODUCER_REGISTERS = 40;
+constexpr int PRODUCER_REGISTERS = 56;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
-constexpr int SMEM_BYTES = 198656;
+constexpr int SMEM_BYTES = 165888;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
 constexpr int SUM_BYTES = 16777216;
@@ -375,7 +375,7 @@ __device__ __forceinline__ int head_of(int described) { return described / 4 % G
 __device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
-// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA. Warpgroups 1 and 2 are the consumers: 64 keys each.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
 //   s[4 j + 2 r + e]   score of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4: wgmma's accumulator of S^T; then the
@@ -392,18 +392,15 @@ constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
 constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers,
 constexpr int OWN_BARRIER = 2;                               // and one for each consumer warpgroup (2, 3)
-constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
   T q[STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
-  float dq[BLOCK_Q * DIM_QK];
   float statistics[STAGES][2][BLOCK_Q];
   fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   int tiles[STAGES];  // see describe
-  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -561,40 +558,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         smem.tiles[0] = found;
         fg::barrier_arrive(smem.q_full[0]);
       }
-    } else if (warp == 1) {
-      constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
-      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
-      __syncwarp();
-      fg::group_arrive(DQ_FREE, 160);
-      fg::group_arrive(DQ_FREE + 1, 160);
-#pragma unroll 1
-      while (true) {
-        int described;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          fg::group_sync(DQ_READY + half, 160);
-          described = fg::shared_int(smem.dq_tiles[half]);
-          if (lane == 0 && described >= 0) {
-            float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART;
-            fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
-            fg::tma_store_commit();
-          }
-        }
-        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
-        if (!last) {
-          if (lane == 0) fg::bulk_wait_read<1>();
-          __syncwarp();
-          fg::group_arrive(DQ_FREE, 160);
-          if (lane == 0) fg::bulk_wait_read<0>();
-          __syncwarp();
-          fg::group_arrive(DQ_FREE + 1, 160);
-        }
-        if (last) break;
-      }
-      if (lane == 0) {
-        fg::tma_store_wait();  // all that this block adds is in the sums
-        fg::end_turn(p.progress + section);
-      }
     }
     return;
   }
@@ -634,7 +597,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::group_sync(OWN_BARRIER + group, 128);
     if (threadIdx.x % 128 == 0) {
       fg::end_turn(p.progress + p.sum_sections + before);
+      if (section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
     }
+    fg::group_sync(OWN_BARRIER + group, 128);
   }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
@@ -649,22 +614,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   };
   auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
     const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
-    fg::group_sync(DQ_FREE + group, 160);
-    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
+    float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + group * (BLOCK_Q * DIM_QK / 2) + thread % 128 * 4;
 #pragma unroll
-    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    if (thread % 128 == 0) smem.dq_tiles[group] = described;
-    fg::async_proxy_fence();
-    fg::group_arrive(DQ_READY + group, 160);
+    for (int i = 0; i < DQ_REGISTERS; i += 4) fg::reduce_add_4(to + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
-  if (!more) {
-    fg::group_sync(DQ_FREE + group, 160);
-    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
-    __syncwarp();
-    fg::group_arrive(DQ_READY + group, 160);
-  }
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -784,6 +739,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
+  __threadfence();  // all that this block adds is in the sums
+  fg::group_sync(BOTH_BARRIER, 256);
+  if (threadIdx.x == 128) fg::end_turn(p.progress + section);
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll

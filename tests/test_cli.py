@@ -171,6 +171,7 @@ def test_tune_measures_a_preset_and_says_how_good_the_tiler_is(capsys, tmp_path,
     assert text.count("tiler ") == 2 and "of the tuned best in" in text and "of 2 passes" in text
     table = json.loads((tmp_path / "table.json").read_text())
     assert [row["what"] for row in table["rows"]] == ["forward", "backward"] and all(row["ratio"] >= 1 for row in table["rows"])
+    assert all(bool(row["changes"]) == (row["ratio"] > 1) and all(first != best for first, best in row["changes"].values()) for row in table["rows"])
     assert "the presets are" in fail(capsys, "tune", "--preset", "none")
 
 
@@ -218,6 +219,24 @@ def test_bench_prints_ratios_and_keeps_json_and_a_plot(capsys, tmp_path, monkeyp
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["forward", "both"] and all(set(row["ms"]) == {"flashgen", "sdpa"} and row["bytes"] > 0 for row in rows)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bench_that_is_interrupted_keeps_what_it_measured(tmp_path, monkeypatch):
+    from flashgen.bench import record
+    from flashgen.bench.cases import Case
+
+    def measure(case, device, what, **_):
+        if what == "both":
+            raise KeyboardInterrupt
+        times = {"flashgen": 1.0, "sdpa": 2.0}
+        return {"case": case.name, "what": what, "ms": times, "tflops": times, "failed": {}, "preparation": {}}
+
+    monkeypatch.setattr(record, "measure", measure)
+    path = tmp_path / "new" / "run.json"
+    with pytest.raises(KeyboardInterrupt):
+        record.run([(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")], "cpu", path=path)
+    kept = json.loads(path.read_text())
+    assert [row["what"] for row in kept["rows"]] == ["forward"] and kept["summary"]["forward float32 over sdpa"]["min"] == 2.0
 
 
 def test_bench_names_its_presets_and_needs_the_device_it_measures(capsys):

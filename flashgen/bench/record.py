@@ -108,14 +108,17 @@ def _driver() -> str:
 
 
 def run(
-    cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None, only: Sequence[str] = ()
+    cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None, only: Sequence[str] = (), path: Path | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure every case, printing a line each; the rows come with the environment and a summary."""
-    rows = []
+    """Measure every case, printing a line each; the rows come with the environment and a summary. path: written after each case, so that none is lost."""
+    result: dict[str, Any] = {"environment": environment(device), "family": family, "rows": [], "summary": {}}
     for case, what in cases:
-        rows.append(measure(case, device, what, rounds=rounds, family=family, only=only))
-        print(line(rows[-1]), flush=True)
-    return {"environment": environment(device), "family": family, "rows": rows, "summary": summary(rows)}
+        result["rows"].append(measure(case, device, what, rounds=rounds, family=family, only=only))
+        result["summary"] = summary(result["rows"])
+        print(line(result["rows"][-1]), flush=True)
+        if path is not None:
+            save(result, path)
+    return result
 
 
 def line(row: dict[str, Any]) -> str:

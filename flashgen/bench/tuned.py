@@ -6,21 +6,27 @@ Cases, device -> a table of the untuned and the tuned time of each pass, from ``
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashgen
 
+from ..measured import Measured
 from .cases import Case
-from .record import environment
+from .record import environment, save
 
 GOOD = 1.05  # the tiler's choice is good where it is at most this much slower than the tuned best
 
 
-def run(cases: Iterable[Case], device: str, family: str | None = None) -> dict[str, Any]:
-    """Tune every case, forward and backward, printing a line for each pass; the rows come with the environment and the share of good choices."""
-    rows: list[dict[str, Any]] = []
+def run(cases: Iterable[Case], device: str, family: str | None = None, path: Path | None = None) -> dict[str, Any]:
+    """Tune every case, forward and backward, printing a line for each pass; the rows come with the environment and the share of good choices.
+
+    path: written after each case, so that none is lost.
+    """
+    result: dict[str, Any] = {"environment": environment(device), "family": family, "rows": [], "good": 0}
+    rows: list[dict[str, Any]] = result["rows"]
     for case in cases:
         shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
         q, k, v = (torch.randn(shape, device=device).to(getattr(torch, case.dtype)) for shape in shapes)
@@ -28,9 +34,17 @@ def run(cases: Iterable[Case], device: str, family: str | None = None) -> dict[s
         for measured in report.passes:
             first, best = measured.rows[0].hot_ms, measured.rows[measured.chosen].hot_ms
             row = {"case": case.name, "what": measured.which, "tiler_ms": first, "tuned_ms": best, "ratio": round(measured.gain, 4)}
-            rows.append(row | {"plans": len(measured.rows), "seconds": measured.seconds})
+            rows.append(row | {"plans": len(measured.rows), "seconds": measured.seconds, "changes": _changes(measured)})
             times = f"tiler {first:9.4f} ms  tuned {best:9.4f} ms  {measured.gain:.3f}x"
             print(f"{case.name:48s} {measured.which:9s} {times}  {measured.seconds:5.1f} s", flush=True)
-    good = sum(row["ratio"] <= GOOD for row in rows)
-    print(f"The tiler's choice is within {GOOD - 1:.0%} of the tuned best in {good} of {len(rows)} passes.")
-    return {"environment": environment(device), "family": family, "rows": rows, "good": good}
+        result["good"] = sum(row["ratio"] <= GOOD for row in rows)
+        if path is not None:
+            save(result, path)
+    print(f"The tiler's choice is within {GOOD - 1:.0%} of the tuned best in {result['good']} of {len(rows)} passes.")
+    return result
+
+
+def _changes(measured: Measured) -> dict[str, list[Any]]:
+    """The plan fields in which the winner differs from the tiler's choice: their values there and here."""
+    first, best = ({"family": row.family, **row.fields} for row in (measured.rows[0], measured.rows[measured.chosen]))
+    return {name: [first.get(name), best.get(name)] for name in {**first, **best} if first.get(name) != best.get(name)}

@@ -88,24 +88,29 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "shortest_last": int(long and masked and facts.kv_prefix and not facts.data_dependent and max(dim_qk, dim_v) > 64),
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
+    few_wide = max(dim_qk, dim_v) > 192 and not long  # narrow tiles are 6% faster
+    plain = [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in ((64, 48) if few_wide else (96, 80, 64, 48))]
     if max(dim_qk, dim_v) <= 64:
         block_kv = 112 if facts.loads_per_pair else 128  # their addresses are registers
         tiles = [(3, block_kv, DYNAMIC, 2, 3 if masked and not long else 2, 0, 0), (2, 128, DYNAMIC, 2, 2, 0, 0)]
     elif max(dim_qk, dim_v) <= 128:
         # Three warpgroups hide more of a softmax than two, whose wider tiles are faster where keys are few, where scores load something for each pair,
-        # and for head dims to 96.
-        narrow = long and max(dim_qk, dim_v) > 96 and not (packed or facts.listed or facts.loads_per_pair or problem.dropout)
+        # where all tiles are partial, and for head dims to 96.
+        narrow = long and max(dim_qk, dim_v) > 96 and not (packed or facts.listed or facts.loads_per_pair or facts.patterned or problem.dropout)
         tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
         if masked:
-            tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in ((1, 0) if steady else (0,))]
+            staggers = (0,) if not steady else (1, 0) if long or facts.has_score else (0, 1)  # the former is 4% faster at 512 keys
+            tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in staggers]
         else:
             tiles += [(2, 144, STATIC, 2, 2, 1, 1), (2, 128, STATIC, 2, 2, 1, 0)] if long else [(2, 128, STATIC, 2, 2, 1, 0)]
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
+        if not masked or facts.kv_prefix:  # up to 10% faster, the more so the fewer keys
+            tiles = plain if masked or few_wide else plain + tiles
     if 0 < facts.block < 128 and max(dim_qk, dim_v) <= 128:
         tiles.append((2, 64, DYNAMIC, 2, 4, 0, 0))  # tiles of whole blocks; warpgroups that see different ones may be further apart
-    tiles += [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in (96, 80, 64, 48)]
+    tiles += [values for values in plain if values not in tiles]
     tiles += [(1, 64, STATIC, 1, 2, 0, 1), (1, 32, STATIC, 1, 1, 0, 1)]
     splits: dict[int, list[dict[str, int]]] = {n: [{}] for n in REGISTERS}
     if facts.data_dependent:  # the producer scans captured tensors for their bounds over a tile
