@@ -36,7 +36,7 @@ class Facts:
     score_ops: int  # operations per (query, key) pair in the score
     score_specials: int  # those of them that are functions such as tanh, for a GPU's special-function units
     mask_ops: int
-    patterned: bool  # the mask has a remainder of the key or of a difference to it: hardly a tile is full
+    patterned: bool  # hardly a tile is full, see Form.patterned
     data_dependent: bool  # the mask reads captured tensors
     loads_per_pair: int  # captured loads that no stage can hoist
     kv_text: str  # kv_bounds in prose
@@ -89,7 +89,7 @@ def analyze(form: Form) -> Facts:
     return Facts(
         has_score=form.score >= 0, has_mask=form.mask >= 0, kv_bounds=kv, q_bounds=q, kv_prefix=kv_prefix(form), kv_bounded=kv != ranges.UNBOUNDED,
         score_affine=_affine(form), score_ops=len(score), score_specials=sum(n.op in UNARY_REAL for n in score), mask_ops=len(mask),
-        patterned=any(form.nodes[i].op == "mod" and "k" in form.depends[i] for i in form.reachable(form.mask)),
+        patterned=form.patterned,
         data_dependent=any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         loads_per_pair=sum(n.op == "load" for n in score + mask), kv_text=describe(kv, "k", form), ranges=len(parts),
         listed=tuple(sorted(listed)), bounded=tuple(sorted(loads - listed)),

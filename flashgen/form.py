@@ -75,6 +75,11 @@ class Form:
         """The same program on captures stored as ``dtypes``."""
         return replace(self, captures=tuple(CaptureSpec(dtype, c.ndim) for dtype, c in zip(dtypes, self.captures)))
 
+    @property
+    def patterned(self) -> bool:
+        """Whether the mask has a remainder of the key or of a difference to it, which leaves hardly a tile full."""
+        return any(self.nodes[i].op == "mod" and "k" in self.depends[i] for i in self.reachable(self.mask))
+
     def reachable(self, root: int) -> set[int]:
         """The nodes that ``root`` needs, itself included."""
         seen: set[int] = set()

@@ -72,7 +72,8 @@ class Hooks:
     mask_loads: bool  # mask() itself reads them
     mask_rows: list[str]  # fields of Row that mask() reads
     mask_cols: list[str]  # fields of Col that mask() reads
-    visible: list[str]  # where the keys of a row are one interval
+    visible: list[str]  # where the keys of a row are one interval, or what else it says, mask_beside(), leaves hardly a tile full
+    mask_beside: list[str]  # empty: the interval is all
     gain: list[str]  # with raw scores: the factor that score() leaves out
     score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
     near: list[str]  # what small means: the largest |s| that score_near() is for
@@ -133,7 +134,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False)
         any(form.nodes[i].op == "load" for i in form.reachable(form.mask)),
         any(form.nodes[i].op == "load" and _stage(form.depends[i]) is None for i in form.reachable(form.mask)),
         stages.behind("row", form.mask), stages.behind("col", form.mask),
-        _visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
+        *_visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
         *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score),
     )  # fmt: skip
 
@@ -159,21 +160,25 @@ def _near(form: Form, stages: _Stages) -> tuple[list[str], list[str]]:
     return score, stages.function([i for i in set(factors.values()) if i >= 0], limit)
 
 
-def _visible(form: Form, stages: _Stages) -> list[str]:
-    """Body of visible: a mask whose every comparison, joined by "and", bounds k on one side by an int that is known without k."""
-    bounds, todo = [], [form.mask] if form.mask >= 0 else []
+def _visible(form: Form, stages: _Stages) -> tuple[list[str], list[str]]:
+    """Bodies of visible and mask_beside: of the comparisons that a mask joins by "and", those that bound k on one side by an int that is known without k, and
+    the others, of which there may only be some where the mask is patterned and loads nothing."""
+    bounds, others, todo = [], [], [form.mask] if form.mask >= 0 else []
     while todo:
-        node = form.nodes[todo.pop()]
+        i = todo.pop()
+        node = form.nodes[i]
         if node.op == "and" and node.type == BOOL:
             todo.extend(reversed(node.args))
             continue
         sides = [form.nodes[a].op == "k" for a in node.args]
-        if node.op not in _BOUNDS or sides not in ([True, False], [False, True]):
-            return []
-        bound = node.args[sides.index(False)]
-        if "k" in form.depends[bound] or form.nodes[bound].type != INT:
-            return []
-        bounds.append((_BOUNDS[node.op] if sides[0] else _BOUNDS[_SWAPPED[node.op]], bound))
+        bound = node.args[sides.index(False)] if node.op in _BOUNDS and sides in ([True, False], [False, True]) else -1
+        if bound < 0 or "k" in form.depends[bound] or form.nodes[bound].type != INT:
+            others.append(i)
+        else:
+            bounds.append((_BOUNDS[node.op] if sides[0] else _BOUNDS[_SWAPPED[node.op]], bound))
+    plain = form.patterned and not any(form.nodes[i].op == "load" for i in form.reachable(form.mask))
+    if not bounds or (others and not plain):
+        return [], []
 
     def finish(p: Printer) -> list[str]:
         lines = ["int begin = 0, end = u.lens.kv_len;"]
@@ -183,7 +188,8 @@ def _visible(form: Form, stages: _Stages) -> list[str]:
             lines.append(f"{name} = fg::{function}({name}, {value});")
         return [*lines, "return fg::Range{begin, fg::int_max(end, 0)};"]
 
-    return stages.function([bound for _, bound in bounds], finish) if bounds else []
+    beside = stages.function(others, lambda p: [f"return {' & '.join(f'({p.expression(i)})' for i in others)};"]) if others else []
+    return stages.function([bound for _, bound in bounds], finish), beside
 
 
 class _Stages:

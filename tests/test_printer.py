@@ -284,3 +284,21 @@ int main() {
     subprocess.run(["g++", *FLAGS, "tanh.cpp", "-o", "tanh"], cwd=tmp_path, check=True)
     near, everywhere, keeps_nan = subprocess.run(["./tanh"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
     assert 0 < float(near) < 1.2e-6 and 0 < float(everywhere) < 2e-6 and keeps_nan == "1"
+
+
+@pytest.mark.parametrize(
+    "mask, interval, beside",
+    [
+        (fg.causal, True, False),
+        (fg.causal & fg.sliding_window(5, 0), True, False),
+        (fg.causal & fg.dilated(3), True, True),  # hardly a tile is full
+        (lambda b, h, q, k: (k <= q) & (k % 7 != 2) & (h > 0), True, True),
+        (fg.dilated(3), False, False),  # no bounds
+        (fg.causal & (lambda b, h, q, k: q != k + 3), False, False),  # most tiles are full
+        (fg.causal & fg.Mask(lambda b, h, q, k: (q - k) % 3 != torch.arange(9)[q]), False, False),  # loads
+    ],
+)
+def test_a_mask_is_an_interval_and_a_pattern_beside_it(mask, interval, beside):
+    form = fg.Variant(mask=mask).trace({}).form
+    made = hooks.make(form, Problem("bfloat16", 64, 64))
+    assert bool(made.visible) == interval and bool(made.mask_beside) == beside

@@ -96,6 +96,7 @@ CASES = (
     Case("blocks and first keys", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS[:1], 48) | FIRST_KEYS), (16, 16), lengths=(240, 2600)),
     Case("documents, sink and window", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY) & SINK_AND_WINDOW), (16, 16), lengths=(200, 2600)),
     Case("dense", flashgen.Variant(mask=flashgen.from_dense(DENSE)), (16, 16), (2, 1), lengths=(235, 2585)),
+    Case("every fourth key, 128", flashgen.Variant(mask=flashgen.causal & flashgen.dilated(4)), (128, 128), lengths=(300, 700), nan=True),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
     Case("soft-cap, float16", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), dtype=torch.float16),
