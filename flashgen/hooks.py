@@ -72,8 +72,8 @@ class Hooks:
     mask_loads: bool  # mask() itself reads them
     mask_rows: list[str]  # fields of Row that mask() reads
     mask_cols: list[str]  # fields of Col that mask() reads
-    visible: list[str]  # where the keys of a row are one interval, or what else it says, mask_beside(), leaves hardly a tile full
-    mask_beside: list[str]  # empty: the interval is all
+    visible: list[str]  # where the keys of a row are one interval, or one and a pattern
+    mask_beside: list[str]  # the pattern
     gain: list[str]  # with raw scores: the factor that score() leaves out
     score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
     near: list[str]  # what small means: the largest |s| that score_near() is for

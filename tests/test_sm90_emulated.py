@@ -56,6 +56,7 @@ class Case:
     max_scores: bool = False
     shared_batch: bool = False  # keys and values of stride 0 over two batch items
     dropout_p: float = 0.0
+    size: str = "long"
 
 
 CAUSAL = flashgen.Variant(mask=flashgen.causal)
@@ -73,6 +74,8 @@ FEW_BLOCKS[0, 1:3] = False  # rows that see nothing
 DENSE = FEW_BLOCKS.repeat_interleave(47, 1).repeat_interleave(47, 2)
 SINK_AND_WINDOW = flashgen.sliding_window(left=100, right=0) | FIRST_KEYS
 PREFIX_AND_WINDOW = flashgen.sliding_window(left=60, right=0) | flashgen.mask(lambda b, h, q, k: k < 1400)
+WINDOW_OF_91 = flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=90, right=0))
+EVERY_SEVENTH = flashgen.Variant(mask=flashgen.causal & (lambda b, h, q, k: (k % 7 != 2) & (k > 0)))
 CASES = (
     Case("full"),
     Case("full, grouped heads", heads=(4, 2)),
@@ -85,7 +88,7 @@ CASES = (
     Case("documents", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS)), lengths=(300, 300)),
     Case("causal, many tiles", CAUSAL, (16, 16), lengths=(130, 2600)),
     Case("window, many tiles", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=300, right=0)), (16, 16), lengths=(200, 2600)),
-    Case("window, 128", flashgen.Variant(mask=flashgen.causal & flashgen.sliding_window(left=90, right=0)), (128, 128), lengths=(300, 700)),
+    Case("window, 128", WINDOW_OF_91, (128, 128), lengths=(300, 700)),
     Case("documents, many tiles", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY)), (16, 16), lengths=(200, 2600)),
     Case("documents, 128", flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS[:200], MANY)), (128, 128), lengths=(200, 1100)),
     Case("causal, 128, many tiles", CAUSAL, (128, 128), lengths=(700, 1100)),
@@ -96,6 +99,12 @@ CASES = (
     Case("blocks and first keys", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS[:1], 48) | FIRST_KEYS), (16, 16), lengths=(240, 2600)),
     Case("documents, sink and window", flashgen.Variant(mask=flashgen.document(DOCUMENTS[:200], MANY) & SINK_AND_WINDOW), (16, 16), lengths=(200, 2600)),
     Case("dense", flashgen.Variant(mask=flashgen.from_dense(DENSE)), (16, 16), (2, 1), lengths=(235, 2585)),
+    Case("causal, 128, short", CAUSAL, (128, 128), (2, 1), lengths=(300, 400), size="short"),
+    Case("causal, 256, short", CAUSAL, (256, 256), lengths=(140, 300), size="short"),
+    Case("no mask, 256, short", flashgen.Variant(), (256, 256), lengths=(140, 200), size="short"),
+    Case("window, 256, short", WINDOW_OF_91, (256, 256), lengths=(200, 300), size="short"),
+    Case("causal, 192", CAUSAL, (192, 192), lengths=(300, 400)),
+    Case("every seventh key but the first, lengths in use", EVERY_SEVENTH, (128, 128), seqlens_k=(277,), lengths=(300, 300), nan=True),
     Case("every fourth key, 128", flashgen.Variant(mask=flashgen.causal & flashgen.dilated(4)), (128, 128), lengths=(300, 700), nan=True),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
@@ -181,7 +190,8 @@ def emulate(
     form, scale = traced.form, q.shape[-1] ** -0.5 if case.variant.scale is None else case.variant.scale
     problem = Problem(
         str(q.dtype)[6:], q.shape[-1], v.shape[-1], group=q.shape[1] // k.shape[1], scale_sign=(scale > 0) - (scale < 0), seqlens_k=bool(case.seqlens_k),
-        max_scores=case.max_scores, dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense", **static_bounds(form, traced.floats, scale),
+        max_scores=case.max_scores, dropout=case.dropout_p > 0, layout="varlen" if offsets else "dense", size=case.size,
+        **static_bounds(form, traced.floats, scale),
     )  # fmt: skip
     library, plan = built(case, form, problem, folder)
     sizes = Sizes(len(offsets[0]) - 1 if offsets else q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2], k.shape[2])

@@ -141,5 +141,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
+    """As JSON; what was there before stays until all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)

@@ -88,7 +88,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "shortest_last": int(long and masked and facts.kv_prefix and not facts.data_dependent and max(dim_qk, dim_v) > 64),
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
-    few_wide = max(dim_qk, dim_v) > 192 and not long  # narrow tiles are 6% faster
+    regular = not masked or facts.kv_prefix
+    few_wide = regular and max(dim_qk, dim_v) > 192 and not long  # narrow tiles are 6% faster
     plain = [(2, block_kv, DYNAMIC if masked else STATIC, 1, 2, 0, 1) for block_kv in ((64, 48) if few_wide else (96, 80, 64, 48))]
     if max(dim_qk, dim_v) <= 64:
         block_kv = 112 if facts.loads_per_pair else 128  # their addresses are registers
@@ -106,7 +107,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     else:
         schedule = STATIC if not masked else GRID if long else DYNAMIC
         tiles = [(2, block_kv, schedule, q_stages, 2, 1, 1) for block_kv in (128, 112, 96, 80) for q_stages in (2, 1)]
-        if not masked or facts.kv_prefix:  # up to 10% faster, the more so the fewer keys
+        if regular and max(dim_qk, dim_v) >= 192:  # without stagger up to 10% faster, the more so the fewer keys
             tiles = plain if masked or few_wide else plain + tiles
     if 0 < facts.block < 128 and max(dim_qk, dim_v) <= 128:
         tiles.append((2, 64, DYNAMIC, 2, 4, 0, 0))  # tiles of whole blocks; warpgroups that see different ones may be further apart

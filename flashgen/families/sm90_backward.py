@@ -26,6 +26,7 @@ EVERYTHING = (1 << 31) - 1  # bytes: no limit
 SUM_SLOTS = 3  # sections of heads that have a float32 sum of dQ at the same time
 SUM_BYTES = 16 << 20  # of a section's, if that many heads have a block for each SM
 OVERHEAD_REGISTERS = 26  # descriptors, indices, keys of a consumer thread; read off ptxas reports
+LIGHT_MASK_OPS = 4  # of a mask of captured tensors, per pair
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -105,12 +106,14 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     if facts.data_dependent:
         return ((1, 232), (0, 224), (0, 232))
     if not facts.has_mask:
-        return ((1, 224), (1, 232), (1, 240), (0, 240))
+        return ((1, 240), (1, 232), (1, 224), (0, 240)) if facts.has_score else ((1, 224), (1, 232), (1, 240), (0, 240))
     if problem.layout == "varlen":  # what is staged can be stored where a sequence has one block alone
         return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     largest = max(problem.head_dim_qk, problem.head_dim_v)
+    if largest <= 64 and facts.has_score and not problem.capture_grads:
+        return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     if largest <= 64:
-        return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224)) if facts.has_score else ((1, 224), (1, 232), (1, 240), (0, 232), (0, 224))
+        return ((1, 224), (1, 232), (1, 240), (0, 232), (0, 224))
     if not facts.score_affine or problem.capture_grads:
         return ((0, 232), (1, 224), (1, 240), (0, 224), (1, 232))
     if largest <= 96 or problem.size == "short" or facts.ranges > 1:
@@ -131,7 +134,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         # Where all rows see some keys and others only a few, the blocks of the former start first, those of all heads: dQ is then summed for all of them.
         "section_bytes": EVERYTHING if facts.ranges > 1 else target.l2_bytes * 4 // 5 if facts.has_mask else 0,
     }  # fmt: skip
-    heavy = not facts.score_affine or bool(problem.capture_grads)  # values that live through a step beside the sums
+    # values that live through a step beside the sums
+    heavy = not facts.score_affine or (facts.data_dependent and (facts.mask_ops > LIGHT_MASK_OPS or facts.loads_per_pair > 0)) or bool(problem.capture_grads)
     points = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
