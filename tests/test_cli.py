@@ -232,10 +232,12 @@ def test_a_bench_that_is_interrupted_keeps_what_it_measured(tmp_path, monkeypatc
         return {"case": case.name, "what": what, "ms": times, "tflops": times, "failed": {}, "preparation": {}}
 
     monkeypatch.setattr(record, "measure", measure)
-    path = tmp_path / "new" / "run.json"
+    path = tmp_path / "run.json"
+    path.write_text("an earlier record")
     with pytest.raises(KeyboardInterrupt):
         record.run([(Case(1, 2, 2, 64, 16, "float32", "causal"), what) for what in ("forward", "both")], "cpu", path=path)
-    kept = json.loads(path.read_text())
+    assert path.read_text() == "an earlier record"
+    kept = json.loads((tmp_path / "run.json.part").read_text())
     assert [row["what"] for row in kept["rows"]] == ["forward"] and kept["summary"]["forward float32 over sdpa"]["min"] == 2.0
 
 

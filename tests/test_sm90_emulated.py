@@ -106,6 +106,7 @@ CASES = (
     Case("causal, 192", CAUSAL, (192, 192), lengths=(300, 400)),
     Case("every seventh key but the first, lengths in use", EVERY_SEVENTH, (128, 128), seqlens_k=(277,), lengths=(300, 300), nan=True),
     Case("every fourth key, 128", flashgen.Variant(mask=flashgen.causal & flashgen.dilated(4)), (128, 128), lengths=(300, 700), nan=True),
+    Case("every fourth key, in bits", flashgen.Variant(mask=flashgen.causal & flashgen.dilated(4)), (128, 128), lengths=(150, 300), plan={"mask_bits": 1}),
     Case("every third key", flashgen.Variant(mask=flashgen.dilated(3)), lengths=(150, 200)),
     Case("soft-cap", flashgen.Variant(score=flashgen.softcap(2.0)), (128, 128), max_scores=True),
     Case("soft-cap, float16", flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0)), dtype=torch.float16),

@@ -5,6 +5,7 @@ The CPU family is tuned for real, over a few candidates; choosing is replayed fr
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -425,7 +426,7 @@ def test_a_gpu_candidate_compiles_in_a_worker_without_a_gpu():
     assert result[1].binary is not None and result[1].binary.kind == "cubin", result[1].failure
 
 
-def test_plans_are_ranked_at_their_own_clocks():
+def test_plans_are_ranked_at_their_own_clocks(monkeypatch):
     """Plan 1 looks fast as long as it runs at the clock that plan 0 left, plan 2 does not, plan 3 is far off."""
     own, latest, since = {0: 1.0, 1: 1.03, 2: 0.9, 3: 2.0}, -1, 0
 
@@ -434,8 +435,10 @@ def test_plans_are_ranked_at_their_own_clocks():
         latest, since = number, since + 1 if number == latest else 0
         return own[number] * (0.85 if number == 1 and since < 5 else 1.0)
 
+    ticks = itertools.count()
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: next(ticks) * 1e-3)
     calls = dict.fromkeys(own, 10)
     in_turn = tune._rounds(burst, list(own), calls, 3)
     assert min(in_turn, key=lambda n: in_turn[n][0]) == 1
-    found = tune._settled(burst, in_turn, calls, Effort(settling=0.005, settled_rounds=2))
+    found = tune._settled(burst, in_turn, calls, Effort(settling=0.01, settled_rounds=2))
     assert found == {0: [1.0] * 4, 1: [1.03] * 2, 2: [0.9] * 4}

@@ -110,14 +110,15 @@ def _driver() -> str:
 def run(
     cases: Iterable[tuple[Case, str]], device: str, *, rounds: int = 3, family: str | None = None, only: Sequence[str] = (), path: Path | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure every case, printing a line each; the rows come with the environment and a summary. path: written after each case, so that none is lost."""
+    """Measure every case, printing a line each; the rows come with the environment and a summary. path: where to keep them, see ``Kept``."""
+    kept = Kept(path)
     result: dict[str, Any] = {"environment": environment(device), "family": family, "rows": [], "summary": {}}
     for case, what in cases:
         result["rows"].append(measure(case, device, what, rounds=rounds, family=family, only=only))
         result["summary"] = summary(result["rows"])
         print(line(result["rows"][-1]), flush=True)
-        if path is not None:
-            save(result, path)
+        kept.save(result)
+    kept.finish()
     return result
 
 
@@ -140,9 +141,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {k: {"geometric_mean": round(math.exp(sum(map(math.log, r)) / len(r)), 3), "min": round(min(r), 3), "cells": len(r)} for k, r in groups.items()}
 
 
-def save(result: dict[str, Any], path: Path) -> None:
-    """As JSON; what was there before stays until all is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
+class Kept:
+    """A record while it grows: saved beside ``path`` after every case, and in its place when all are measured, so that an interrupted run loses neither its own
+    cases nor an earlier record. path: None keeps nothing."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._part = path and path.with_name(f"{path.name}.part")
+
+    def save(self, result: dict[str, Any]) -> None:
+        if self._part is not None:
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            self._part.write_text(json.dumps(result, indent=1) + "\n")
+
+    def finish(self) -> None:
+        if self._path is not None and self._part is not None and self._part.is_file():
+            self._part.replace(self._path)

@@ -15,16 +15,17 @@ import flashgen
 
 from ..measured import Measured
 from .cases import Case
-from .record import environment, save
+from .record import Kept, environment
 
 GOOD = 1.05  # the tiler's choice is good where it is at most this much slower than the tuned best
 
 
 def run(cases: Iterable[Case], device: str, family: str | None = None, path: Path | None = None) -> dict[str, Any]:
-    """Tune every case, forward and backward, printing a line for each pass; the rows come with the environment and the share of good choices.
+    """Tune every case, forward and backward, printing a line for each pass; the rows come with the environment and the number of good choices.
 
-    path: written after each case, so that none is lost.
+    path: where to keep them, see ``record.Kept``.
     """
+    kept = Kept(path)
     result: dict[str, Any] = {"environment": environment(device), "family": family, "rows": [], "good": 0}
     rows: list[dict[str, Any]] = result["rows"]
     for case in cases:
@@ -38,8 +39,8 @@ def run(cases: Iterable[Case], device: str, family: str | None = None, path: Pat
             times = f"tiler {first:9.4f} ms  tuned {best:9.4f} ms  {measured.gain:.3f}x"
             print(f"{case.name:48s} {measured.which:9s} {times}  {measured.seconds:5.1f} s", flush=True)
         result["good"] = sum(row["ratio"] <= GOOD for row in rows)
-        if path is not None:
-            save(result, path)
+        kept.save(result)
+    kept.finish()
     print(f"The tiler's choice is within {GOOD - 1:.0%} of the tuned best in {result['good']} of {len(rows)} passes.")
     return result
 

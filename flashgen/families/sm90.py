@@ -84,7 +84,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         "scanned": int(facts.data_dependent),  # the producer reads captured tensors to classify tiles
         "holes": int(masked and not facts.kv_prefix),  # a warpgroup may skip tiles below others that it needs
         "section_bytes": target.l2_bytes * 8 // 25 if masked or long else 0,  # up to 5% faster than twice that
-        # and pieces are drawn late, so that blocks end together: 3% faster; where heads are narrow or tiles few a late draw costs more
+        # The shortest pieces come last and all are drawn late, so that blocks end together: 3% faster; for narrow heads and few tiles a late draw costs more.
         "shortest_last": int(long and masked and facts.kv_prefix and not facts.data_dependent and max(dim_qk, dim_v) > 64),
     }  # fmt: skip
     names = ("consumers", "block_kv", "schedule", "q_stages", "stages", "stagger", "store_registers")
@@ -100,7 +100,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
         narrow = long and max(dim_qk, dim_v) > 96 and not (packed or facts.listed or facts.loads_per_pair or facts.patterned or problem.dropout)
         tiles = [(3, 64, DYNAMIC, 1, 3, 0, 0), (3, 64, DYNAMIC, 2, 2, 0, 0)] if narrow else []
         if masked:
-            staggers = (0,) if not steady else (1, 0) if long or facts.has_score else (0, 1)  # the former is 4% faster at 512 keys
+            staggers = (0,) if not steady else (1, 0) if long or facts.has_score else (0, 1)  # at 512 keys 4% faster without
             tiles += [(2, 128, DYNAMIC, 2, 2, stagger, 0) for stagger in staggers]
         else:
             tiles += [(2, 144, STATIC, 2, 2, 1, 1), (2, 128, STATIC, 2, 2, 1, 0)] if long else [(2, 128, STATIC, 2, 2, 1, 0)]
