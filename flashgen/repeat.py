@@ -25,7 +25,7 @@ from .passes import Pass
 Maker = Callable[[], Tensor]
 
 _is_grad_enabled = torch.is_grad_enabled
-_ALL = (False, True, True, True)  # what needs a gradient, of the arguments of ``_Attention``
+_ALL = (True, True, True)  # of q, k and v, those that need a gradient
 
 
 def recognizer(*tensors: Tensor) -> Callable[..., bool]:
@@ -114,9 +114,10 @@ class Repeat:
         addresses = a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (a | b | c) % 16 or not (a and b and c) or self._generation != _generation:
             return None
-        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        wanted = q.requires_grad, k.requires_grad, v.requires_grad
+        if True in wanted and _is_grad_enabled():
             backwards = self._backwards[torch._C._get_deterministic_algorithms() if deterministic is None else deterministic]
-            return _attend((backwards, addresses), q, k, v)
+            return _attend((backwards, addresses, wanted == _ALL), q, k, v)
         return self.run(addresses)[0]
 
     def run(self, addresses: tuple[int, int, int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -148,7 +149,8 @@ class Backwards:
         self.latest: tuple[Any, ...] | None = None
 
     def __call__(self, saved: tuple[Tensor, ...], dout: Tensor, needs: tuple[bool, ...], addresses: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-        """The gradients of a forward. saved: q, k, v, out and lse, which lay at ``addresses``. needs: of the arguments of ``_Attention``."""
+        """The gradients of a forward. saved: q, k, v, out and lse, which lay at ``addresses`` (empty unless all gradients are wanted). needs: of the arguments
+        of ``_Attention``."""
         if self.current_device() != self.device_number:
             with torch.cuda.device(self.device_number):
                 return self(saved, dout, needs, addresses)
@@ -170,7 +172,7 @@ class Backwards:
                 layout = self._known[key] = self._bind(*tensors, wanted=wanted)
             gradients = tuple([make and make() for make in layout.makers])
             layout.launch(*found[:4], found[5], *[t.data_ptr() for t in gradients if t is not None], found[4])
-            if found[:5] == addresses and needs == _ALL:
+            if found[:5] == addresses:
                 self.latest = recognizer(dout), *layout.makers, layout.launch
         if _is_grad_enabled():  # create_graph=True
             gradients = tuple([None if g is None else ops.Once.apply(g, dout, q, k, v) for g in gradients])
@@ -203,14 +205,14 @@ def _made(device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: 
 
 
 class _Attention(torch.autograd.Function):
-    """ops.Attention for a Repeat: ((its backward, addresses of q, k and v), q, k, v) -> out."""
+    """ops.Attention for a Repeat: ((its backward, addresses of q, k and v, whether all of them need a gradient), q, k, v) -> out."""
 
     @staticmethod
-    def forward(ctx: Any, origin: tuple[Backwards, tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        backwards, addresses = origin
+    def forward(ctx: Any, origin: tuple[Backwards, tuple[int, int, int], bool], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        backwards, addresses, all_wanted = origin
         out, lse, every = backwards.repeat.run(addresses)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.origin = backwards, every
+        ctx.origin = backwards, every if all_wanted else ()
         return out
 
     @staticmethod
@@ -222,9 +224,9 @@ class _Attention(torch.autograd.Function):
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """``_Attention.backward``, shorter for all three gradients of the tensors of the forward."""
     q, k, v, out, lse = saved = ctx.saved_tensors
-    (backwards, lay), needs = ctx.origin, ctx.needs_input_grad
+    backwards, lay = ctx.origin
     latest = backwards.latest
-    if latest is not None and needs == _ALL and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
+    if latest is not None and latest[0](dout) and not _is_grad_enabled() and forward_ad._current_level < 0:
         # What a hook hands back for a saved tensor is that tensor, or lies elsewhere.
         addresses, at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), dout.data_ptr()
         if addresses == lay and at and not at % 16 and backwards.current_device() == backwards.device_number:
@@ -232,7 +234,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
             dq, dk, dv = make_dq(), make_dk(), make_dv()
             launch(*addresses[:4], at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), addresses[4])
             return None, dq, dk, dv
-    return backwards(saved, dout, needs, lay)
+    return backwards(saved, dout, ctx.needs_input_grad, lay)
 
 
 # Function.apply without its detour for torch.func's transforms, under which no call is a plain one.

@@ -44,10 +44,10 @@ Progress = Callable[[str, int, int], None]  # what is done, how many of how many
 class Effort:
     """How long is measured. Seconds."""
 
-    load: float = 0.5  # before the hot measurement
+    load: float = 1.5  # before the hot measurement: from rest, the clock of a chip at its power limit swings for so long
     burst: float = 0.006  # one timing of one plan
     pause: float = 0.01  # before each cool burst
-    rounds: int = 7
+    rounds: int = 5
     settling: float = 0.12  # on a GPU, of one plan before its final timing, which takes settled_burst
     settled_burst: float = 0.02
     settled_rounds: int = 2

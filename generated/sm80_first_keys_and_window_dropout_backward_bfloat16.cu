@@ -383,17 +383,61 @@ template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
 
 extern "C" __global__ void __launch_bounds__(128) backward_prepare(const __grid_constant__ Params p) { prepare<128>(p, blockIdx.x); }
 
+// dQ of the nth q tile, by COUNT threads: the float32 sum, times scale, rounded to T.
+template <int COUNT> FG_FN void finish(const Params& p, unsigned nth, fg::Tile<BLOCK_Q, DIM_QK>& rounded) {
+  constexpr int N_ROW = DIM_QK / 8;
+  const int warp = threadIdx.x / 32;
+  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = nth % tiles, b = nth / tiles / p.heads, h = nth / tiles % p.heads;
+  const Item at = item(p, b);
+  if (tile * BLOCK_Q >= at.lens.q_len) return;
+  const float* const sum = dq_sum_tile(p, at, b, h, tile);
+  unsigned broken = 0;  // bits 2 i, 2 i + 1: this lane's two rows of the warp's i-th fragment row hold something that is not finite
+#pragma unroll 1
+  for (int m = warp, i = 0; m < BLOCK_Q / 16; m += COUNT / 32, ++i) {
+#pragma unroll 4
+    for (int n = 0; n < N_ROW; ++n) {
+      const float* const fragment = sum + (m * N_ROW + n) * FRAGMENT;
+      float dq[1][1][4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq[0][0][e] = dq_sum_read(fragment, e) * p.scale;
+      fg::store_accumulators<T>(fg::lane_own<0>(rounded, m * 16, n), dq);
+      const float low = dq[0][0][0] * 0.0f + dq[0][0][1] * 0.0f, high = dq[0][0][2] * 0.0f + dq[0][0][3] * 0.0f;
+      broken |= ((low != low) | (high != high) << 1) << 2 * i;
+    }
+  }
+  __syncthreads();
+  fg::store_tile<COUNT, HEAD_DIM_QK, ALIGNED>(FG_ROWS(dq, b, h, at.q_start + tile * BLOCK_Q), p.dq_stride_l, at.lens.q_len - tile * BLOCK_Q, rounded);
+  if (__syncthreads_or(broken)) {
+    const Uniform u = uniform(p, at.lens, b, h);
+#pragma unroll 1
+    for (int m = warp, i = 0; m < BLOCK_Q / 16; m += COUNT / 32, ++i)
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) repair_rows(p, at, u, b, h, tile * BLOCK_Q + m * 16 + half * 8, broken >> (2 * i + half) & 1);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128) backward_finish(const __grid_constant__ Params p) {
+  __shared__ fg::Tile<BLOCK_Q, DIM_QK> rounded;
+  finish<128>(p, blockIdx.x, rounded);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
 
-  if (p.prepare_blocks) {  // else backward_prepare has run
+  if (p.prepare_blocks) {  // else backward_prepare has run, and backward_finish will
     if (blockIdx.x < p.prepare_blocks) {
       prepare<THREADS>(p, blockIdx.x);
       fg::blocks_arrive(p.arrived);
       return;
     }
-    fg::blocks_wait(p.arrived, p.prepare_blocks);
+    const unsigned finish_first = gridDim.x - p.prepare_blocks;
+    if (blockIdx.x >= finish_first) {
+      fg::blocks_wait(p.arrived, finish_first);
+      finish<THREADS>(p, blockIdx.x - finish_first, smem.q[0]);
+      return;
+    }
+    fg::blocks_await(p.arrived, p.prepare_blocks);
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_tiles = (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
@@ -613,38 +657,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
   __syncthreads();
   fg::store_tile<THREADS, HEAD_DIM_QK, ALIGNED>(FG_ROWS(dk, b, kv_head, at.k_start + k_first), p.dk_stride_l, keys_left, smem.k);
   fg::store_tile<THREADS, HEAD_DIM_V, ALIGNED>(FG_ROWS(dv, b, kv_head, at.k_start + k_first), p.dv_stride_l, keys_left, smem.v);
-}
-
-// dQ of one q tile a block: the float32 sum, times scale, rounded to T.
-extern "C" __global__ void __launch_bounds__(128) backward_finish(const __grid_constant__ Params p) {
-  __shared__ fg::Tile<BLOCK_Q, DIM_QK> rounded;
-  constexpr int N_ROW = DIM_QK / 8;
-  const int warp = threadIdx.x / 32;
-  const int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, tile = blockIdx.x % tiles, b = blockIdx.x / tiles / p.heads, h = blockIdx.x / tiles % p.heads;
-  const Item at = item(p, b);
-  if (tile * BLOCK_Q >= at.lens.q_len) return;
-  const float* const sum = dq_sum_tile(p, at, b, h, tile);
-  unsigned broken = 0;  // bits 2 i, 2 i + 1: this lane's two rows of the warp's i-th fragment row hold something that is not finite
-#pragma unroll 1
-  for (int m = warp, i = 0; m < BLOCK_Q / 16; m += 4, ++i) {
-#pragma unroll 4
-    for (int n = 0; n < N_ROW; ++n) {
-      const float* const fragment = sum + (m * N_ROW + n) * FRAGMENT;
-      float dq[1][1][4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq[0][0][e] = dq_sum_read(fragment, e) * p.scale;
-      fg::store_accumulators<T>(fg::lane_own<0>(rounded, m * 16, n), dq);
-      const float low = dq[0][0][0] * 0.0f + dq[0][0][1] * 0.0f, high = dq[0][0][2] * 0.0f + dq[0][0][3] * 0.0f;
-      broken |= ((low != low) | (high != high) << 1) << 2 * i;
-    }
-  }
-  __syncthreads();
-  fg::store_tile<128, HEAD_DIM_QK, ALIGNED>(FG_ROWS(dq, b, h, at.q_start + tile * BLOCK_Q), p.dq_stride_l, at.lens.q_len - tile * BLOCK_Q, rounded);
-  if (__syncthreads_or(broken)) {
-    const Uniform u = uniform(p, at.lens, b, h);
-#pragma unroll 1
-    for (int m = warp, i = 0; m < BLOCK_Q / 16; m += 4, ++i)
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) repair_rows(p, at, u, b, h, tile * BLOCK_Q + m * 16 + half * 8, broken >> (2 * i + half) & 1);
-  }
+  if (p.prepare_blocks) fg::blocks_arrive(p.arrived);  // with what this block has added to dQ
 }

@@ -1,4 +1,4 @@
-"""Does a backward of few blocks do with one launch less, in which they wait for each other?"""
+"""Does a backward of few blocks do with one launch, in which they wait for each other?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashgen.reference import reference
 from flashgen.target import parse
 
 TINY, LARGE = Sizes(1, 2, 2, 64, 64, 64, 64), Sizes(4, 16, 16, 2048, 2048, 8192, 8192)
-FEW = {"sm90": ["backward_main"], "sm80": ["backward_main", "backward_finish"]}
+FEW = {"sm90": ["backward_main"], "sm80": ["backward_main"]}
 APART = {"sm90": ["backward_prepare", "backward_main"], "sm80": ["backward_prepare", "backward_main", "backward_finish"]}
 
 
@@ -34,10 +34,10 @@ def described(
 
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
 @pytest.mark.parametrize("mask", [None, fg.causal], ids=["full", "causal"])
-def test_few_blocks_take_one_launch_less(family, mask):
+def test_few_blocks_take_one_launch(family, mask):
     launches, numbers, workspaces = described(family, TINY, mask)
     assert [launch.entry for launch in launches] == FEW[family] and numbers["prepare_blocks"] == 2
-    assert launches[0].grid[0] == {"sm90": 2 + 2 + 2, "sm80": 2 + 2}[family], "before, over keys, rounding"
+    assert launches[0].grid[0] == 2 + 2 + 2, "before, over keys, rounding"
     assert workspaces["arrived"].zeroed and workspaces["arrived"].kept
     launches, numbers, workspaces = described(family, LARGE, mask)
     assert [launch.entry for launch in launches] == APART[family] and numbers["prepare_blocks"] == 0
@@ -48,7 +48,7 @@ def test_few_blocks_take_one_launch_less(family, mask):
 def test_they_are_no_more_than_run_at_once(family):
     described_of = [described(family, Sizes(1, heads, heads, 64, 64, 64, 64))[0] for heads in range(1, 80)]
     most = max(launches[0].grid[0] for launches in described_of if launches[0].entry == "backward_main")
-    assert 0 <= {"sm90": parse("sm90a").sms, "sm80": 64}[family] - most < 4 and described_of[-1][0].entry == "backward_prepare"
+    assert 0 <= {"sm90": parse("sm90a").sms, "sm80": 96}[family] - most < 6 and described_of[-1][0].entry == "backward_prepare"
 
 
 def test_what_comes_between_or_after_keeps_its_own_launch():

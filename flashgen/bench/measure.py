@@ -22,6 +22,8 @@ ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the tab
 TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round
 # Before it, on a GPU: a chip at its power limit needs about 0.1 s to find the clock that a kernel lets it run at, and until then has that of the kernel before.
 SETTLING_SECONDS = {"cpu": 0.0, "cuda": 0.15}
+# Before all rounds: from rest, its clock first falls too far and then swings (an H200's: 1550 MHz for 0.4 s, 1830, 1650, and 1720 after two seconds).
+LOAD_SECONDS = {"cpu": 0.0, "cuda": 1.5}
 FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # cost of a pass, by the usual convention
 TRAFFIC = {"forward": 1.0, "backward": 2.0, "both": 3.0}  # compulsory bytes, likewise: a backward reads q, k, v, out, dout and writes three gradients
 
@@ -78,6 +80,14 @@ def _settle(steps: list[Step], device: str, calls: int) -> None:
         _time_ms(steps, device, calls)
 
 
+def _load(ready: Sequence[tuple[list[Step], int]], device: str) -> None:
+    """Run all in turn until a chip that comes from rest has got used to the load."""
+    until = time.perf_counter() + LOAD_SECONDS[device]
+    while time.perf_counter() < until:
+        for steps, calls in ready:
+            _time_ms(steps, device, calls)
+
+
 def _preparation(case: Case, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
     """What a call makes of the mask's tensors before its kernel starts: milliseconds on the device and bytes; nothing where it makes nothing."""
     text, call, *_ = flashgen.compile(case.made(device).variant).tunable(q.detach(), k.detach(), v.detach(), {})
@@ -114,8 +124,12 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
                 failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
                 continue
             ready[name] = (steps, max(3, min(200, int(TARGET_SECONDS[device] * 1e3 / max(once, 1e-3)))))
-        for _ in range(rounds):
-            for name, (steps, calls) in ready.items():
+        _load(list(ready.values()), device)
+        names = list(ready)
+        for n in range(rounds):
+            first = n % len(names)
+            for name in names[first:] + names[:first]:  # from another one on in each round: what comes first is slow if any swing is left
+                steps, calls = ready[name]
                 _settle(steps, device, calls)
                 times.setdefault(name, []).append(_time_ms(steps, device, calls))
     medians = {name: statistics.median(t) for name, t in times.items()}

@@ -1,4 +1,4 @@
-// Blocks of one launch that wait for the first ones of it. Each arrives once, and the last one leaves 0 to the next launch: nobody waits any more. Blocks start in the
+// Blocks of one launch that wait for earlier ones of it. Each arrives once, and the last one leaves 0 to the next launch: nobody waits any more. Blocks start in the
 // order of their indices, so that none waits for one that has no place to run.
 #pragma once
 #include "fg/base.h"
@@ -16,12 +16,21 @@ FG_FN void blocks_arrive(int* arrived) {
     arrive(arrived);
   }
 }
-// By all threads of a block that waits until `first` have arrived: they then see what those wrote, through one thread's ld.acquire (PTX ISA 9.0, 9.7.9.8) and the barrier.
+// By one thread, until `first` blocks have arrived: ld.acquire (PTX ISA 9.0, 9.7.9.8).
+FG_FN void await_arrivals(const int* arrived, int first) {
+  int now;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+  while (now < first);
+}
+// By all threads of a block that waits until `first` have arrived, and arrives itself later: they then see what those wrote, through one thread and the barrier.
+FG_FN void blocks_await(const int* arrived, int first) {
+  if (threadIdx.x == 0) await_arrivals(arrived, first);
+  __syncthreads();
+}
+// The same for a block that nobody waits for: it arrives at once.
 FG_FN void blocks_wait(int* arrived, int first) {
   if (threadIdx.x == 0) {
-    int now;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-    while (now < first);
+    await_arrivals(arrived, first);
     arrive(arrived);
   }
   __syncthreads();
