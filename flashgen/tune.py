@@ -44,10 +44,11 @@ Progress = Callable[[str, int, int], None]  # what is done, how many of how many
 class Effort:
     """How long is measured. Seconds."""
 
-    load: float = 1.5  # before the hot measurement: from rest, the clock of a chip at its power limit swings for so long
+    load: float = 0.5  # before the hot measurement
+    swing: float = 1.0  # more of it on a GPU: from rest, the clock of a chip at its power limit falls too far, and then swings
     burst: float = 0.006  # one timing of one plan
     pause: float = 0.01  # before each cool burst
-    rounds: int = 5
+    rounds: int = 7
     settling: float = 0.12  # on a GPU, of one plan before its final timing, which takes settled_burst
     settled_burst: float = 0.02
     settled_rounds: int = 2
@@ -297,7 +298,7 @@ def _time(trial: Trial, rows: list[Row], runners: dict[int, Callable[[], None]],
         rows[number].cool_ms = cool[number] = min(times)
     progress("timing", len(runners), len(runners))
     contending = [number for number in runners if number == 0 or cool[number] <= CONTENDING * min(cool.values())]
-    until = time.perf_counter() + effort.load
+    until = time.perf_counter() + effort.load + (effort.swing if trial.device.type == "cuda" else 0.0)
     while time.perf_counter() < until:
         for number in contending:
             burst(number, calls[number])

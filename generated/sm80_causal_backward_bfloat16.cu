@@ -351,19 +351,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
   extern __shared__ __align__(128) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
 
-  if (p.prepare_blocks) {  // else backward_prepare has run, and backward_finish will
+  if (p.prepare_blocks) {  // else backward_prepare has run
     if (blockIdx.x < p.prepare_blocks) {
       prepare<THREADS>(p, blockIdx.x);
       fg::blocks_arrive(p.arrived);
       return;
     }
-    const unsigned finish_first = gridDim.x - p.prepare_blocks;
-    if (blockIdx.x >= finish_first) {
-      fg::blocks_wait(p.arrived, finish_first);
-      finish<THREADS>(p, blockIdx.x - finish_first, smem.q[0]);
-      return;
-    }
-    fg::blocks_await(p.arrived, p.prepare_blocks);
+    fg::blocks_wait(p.arrived, p.prepare_blocks);
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_tiles = (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
@@ -577,5 +571,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward_main(const 
   __syncthreads();
   fg::store_tile<THREADS, HEAD_DIM_QK, ALIGNED>(FG_ROWS(dk, b, kv_head, at.k_start + k_first), p.dk_stride_l, keys_left, smem.k);
   fg::store_tile<THREADS, HEAD_DIM_V, ALIGNED>(FG_ROWS(dv, b, kv_head, at.k_start + k_first), p.dv_stride_l, keys_left, smem.v);
-  if (p.prepare_blocks) fg::blocks_arrive(p.arrived);  // with what this block has added to dQ
 }

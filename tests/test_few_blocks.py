@@ -13,12 +13,13 @@ import flashgen as fg
 from flashgen import families
 from flashgen.analysis import analyze
 from flashgen.families import Sizes
-from flashgen.plan import plan
+from flashgen.plan import plan, size_class
 from flashgen.problem import Problem
 from flashgen.reference import reference
 from flashgen.target import parse
 
 TINY, LARGE = Sizes(1, 2, 2, 64, 64, 64, 64), Sizes(4, 16, 16, 2048, 2048, 8192, 8192)
+LONG = Sizes(1, 1, 1, 2048, 2048, 2048, 2048)  # few blocks, of a kernel that also serves many
 FEW = {"sm90": ["backward_main"], "sm80": ["backward_main"]}
 APART = {"sm90": ["backward_prepare", "backward_main"], "sm80": ["backward_prepare", "backward_main", "backward_finish"]}
 
@@ -27,7 +28,7 @@ def described(
     family: str, sizes: Sizes, mask: Any = None, **fields: Any
 ) -> tuple[list[families.Launch], Mapping[str, int], dict[str, families.Workspace]]:
     """Launches, numbers and workspaces of a backward."""
-    problem = Problem("bfloat16", 64, 64, which="backward", **fields)
+    problem = Problem("bfloat16", 64, 64, which="backward", size=size_class(sizes.q_len, sizes.kv_len), **fields)
     chosen, record = plan(analyze(fg.Variant(mask=mask).plain.form), problem, parse("sm90a"), family), families.get(family)
     return record.launches(problem, chosen, sizes), record.numbers(problem, chosen, sizes), {w.field: w for w in record.workspaces(problem, chosen, sizes)}
 
@@ -44,11 +45,19 @@ def test_few_blocks_take_one_launch(family, mask):
     assert not workspaces["arrived"].zeroed, "nobody waits: nothing to clear"
 
 
+def test_a_long_backward_of_few_blocks_on_sm80_rounds_apart():
+    """Its kernel also serves many blocks, which are not to pay with registers."""
+    launches, numbers, _ = described("sm80", LONG, fg.causal)
+    assert [launch.entry for launch in launches] == ["backward_main", "backward_finish"] and numbers["prepare_blocks"] == launches[1].grid[0] > 0
+
+
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
 def test_they_are_no_more_than_run_at_once(family):
-    described_of = [described(family, Sizes(1, heads, heads, 64, 64, 64, 64))[0] for heads in range(1, 80)]
-    most = max(launches[0].grid[0] for launches in described_of if launches[0].entry == "backward_main")
-    assert 0 <= {"sm90": parse("sm90a").sms, "sm80": 96}[family] - most < 6 and described_of[-1][0].entry == "backward_prepare"
+    """On sm80 those that round come after all that they wait for."""
+    described_of = [described(family, Sizes(1, heads, heads, 64, 64, 64, 64)) for heads in range(1, 80)]
+    rounding = {"sm90": 0, "sm80": 1}[family]
+    most = max(launches[0].grid[0] - rounding * numbers["prepare_blocks"] for launches, numbers, _ in described_of if launches[0].entry == "backward_main")
+    assert 0 <= {"sm90": parse("sm90a").sms, "sm80": 64}[family] - most < 4 and described_of[-1][0][0].entry == "backward_prepare"
 
 
 def test_what_comes_between_or_after_keeps_its_own_launch():
@@ -111,6 +120,41 @@ def test_few_blocks_of_several_tiles(length, dim, heads, family):
     for _ in range(20):
         poison(*tensors)
         check(variant, run(attend, *tensors), tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (0, 1), (0, 2), (1, 2)], ids=lambda w: "".join("qkv"[n] for n in w))
+def test_some_gradients_of_few_blocks(wanted, family):
+    attend, (q, k, v, dout) = fg.compile(fg.Variant(mask=fg.causal), family=family), make(0, 200)
+    every = run(attend, q, k, v, dout)[1:]
+    inputs = [t.detach().requires_grad_(n in wanted) for n, t in enumerate((q, k, v))]
+    for _ in range(5):
+        poison(*inputs)
+        found = torch.autograd.grad(attend(*inputs), [inputs[n] for n in wanted], dout)
+        assert all((g - every[n]).float().norm() <= 0.01 * every[n].float().norm() for g, n in zip(found, wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("kv_len", [0, 40])
+def test_few_blocks_of_items_without_keys(kv_len, family):
+    """Queries without any key have gradients of exactly 0, as have keys past the end of their item."""
+    attend, (q, k, v, dout) = fg.compile(fg.Variant(), family=family), make(0, 70, batch=3)
+    lengths = torch.tensor([0, kv_len, min(kv_len, 7)], dtype=torch.int32, device="cuda")
+    k, v = (t[:, :, :kv_len].detach().requires_grad_() for t in (k, v))
+    for _ in range(5):
+        poison(q, k, v)
+        out = attend(q, k, v, seqlens_k=lengths)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        for item, length in enumerate(lengths.tolist()):
+            assert not found[1][item, :, length:].any() and not found[2][item, :, length:].any()
+            if length == 0:
+                assert not out[item].any() and not found[0][item].any()
+                continue
+            alone = [t[item : item + 1, :, : t.shape[2] if t is q else length].detach().double().requires_grad_() for t in (q, k, v)]
+            exact = torch.autograd.grad(reference(fg.Variant(), *alone)[0], alone, dout[item : item + 1].double())
+            assert all((g[item : item + 1, :, : e.shape[2]].double() - e).norm() <= 0.01 * e.norm() for g, e in zip(found, exact))
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 576
 TENSOR_HEAD_DIM = 256  # beyond it, and for float32, the kernels of plain multiply-adds
 OVERHEAD_REGISTERS = 56  # addresses, row statistics, operands in flight: read off ptxas reports of the lattice
 RESERVED_SMEM_BYTES = 1024  # per block, by the driver (CUDA C++ Programming Guide, "Compute Capability 8.x")
-FEW_BLOCKS = 96  # of three kernels in one launch. They run at once on chips of as many SMs, on others in the order in which they wait for each other
+FEW_BLOCKS = 64  # before and over keys, in one launch. They run at once on chips of as many SMs, on others in the order in which they wait for each other
 HOPPER_MMA_RATE = 0.62  # share of the matrix rate that mma.sync reaches from sm_90 on, where wgmma has the rest
 
 # Candidates, best first. Forward: block_q, block_kv, warps, stages, ctas, q_in_registers. Backward: block_q, block_kv, warps, stages, ctas, score_passes.
@@ -229,7 +229,8 @@ def cost(problem: Problem, facts: Facts, target: Target) -> Any:
 
 
 def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
-    """Backward: the float32 sum of dQ that blocks add to, and what they wait by until it is cleared. Forward: what splits of the keys leave to be combined."""
+    """Backward: the float32 sum of dQ that blocks add to, and what they wait by until it is cleared, or complete. Forward: what splits of the keys leave to be
+    combined."""
     if problem.which == "forward":
         return splits.params(problem) if plan.kv_splits != 1 else ()
     if not _dq_by_atomics(problem):
@@ -246,14 +247,13 @@ def _kv_blocks(plan: Plan, sizes: Sizes) -> int:
 
 
 def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Splits of the keys. Backward: the blocks of backward_prepare that come first in backward_main, and of backward_finish that come last; 0 where those are
-    launches of their own."""
+    """Splits of the keys. Backward: the blocks of backward_prepare that come first in backward_main; 0 where it is a launch of its own."""
     q_blocks = _q_blocks(plan, sizes)
     if problem.which == "forward":
         return {"splits": splits.count(plan, sizes, q_blocks)} if plan.kv_splits != 1 else {}
     if not _dq_by_atomics(problem) or problem.layout != "dense":
         return {}
-    return {"prepare_blocks": q_blocks if 2 * q_blocks + _kv_blocks(plan, sizes) <= FEW_BLOCKS else 0}
+    return {"prepare_blocks": q_blocks if q_blocks + _kv_blocks(plan, sizes) <= FEW_BLOCKS else 0}
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
@@ -283,13 +283,14 @@ def launches(problem: Problem, plan: Plan, sizes: Sizes) -> list[Launch]:
     by_rows, by_atomics = _dq_by_rows(problem), _dq_by_atomics(problem)
     kv_blocks = _kv_blocks(plan, sizes) * (plan.splits if plan.simt else 1)
     first = numbers(problem, plan, sizes).get("prepare_blocks", 0)
+    last = first if problem.size != "long" else 0  # blocks of backward_finish
     found = [] if first else [Launch("backward_prepare", q_blocks(plan.block_q), 128, 0)]
     if problem.dk or problem.dv or by_atomics or problem.capture_grads:
-        found.append(Launch("backward_main", (first + kv_blocks + first, 1, 1), plan.warps * 32, plan.smem_bytes))
+        found.append(Launch("backward_main", (first + kv_blocks + last, 1, 1), plan.warps * 32, plan.smem_bytes))
     if by_rows:
         block_q, smem = (plan.block_q, plan.smem_bytes) if plan.simt else (plan.dq_block_q, plan.dq_smem_bytes)
         found.append(Launch("backward_dq", q_blocks(block_q), plan.warps * 32 if plan.simt else block_q * 2, smem))
-    if by_atomics and not first:
+    if by_atomics and not last:
         found.append(Launch("backward_finish", q_blocks(plan.block_q), 128, 0))
     return found
 

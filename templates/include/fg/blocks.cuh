@@ -16,6 +16,11 @@ FG_FN void blocks_arrive(int* arrived) {
     arrive(arrived);
   }
 }
+// The same by one thread, after a barrier of all of the block, where a later block waits for it: then it is not the last.
+FG_FN void arrive_before_the_last(int* arrived) {
+  __threadfence();
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(arrived) : "memory");
+}
 // By one thread, until `first` blocks have arrived: ld.acquire (PTX ISA 9.0, 9.7.9.8).
 FG_FN void await_arrivals(const int* arrived, int first) {
   int now;
