@@ -45,7 +45,8 @@ def find_variant(text: str) -> Variant:
         except FlashgenError:
             raise
         except Exception as error:  # the module is the user's: its import may raise anything
-            raise VariantError(f"--variant {text}: {type(error).__name__}: {error}.") from error
+            remedy = "The module is looked for in the current folder and where Python imports from."
+            raise VariantError(f"--variant {text}: {type(error).__name__}: {error}. {remedy}") from error
     else:
         names = {name: getattr(flashgen, name) for name in flashgen.__all__} | {"torch": torch}
         try:
@@ -117,6 +118,7 @@ def emit(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
+    _prepare_plot(options)
     kernel, tensors, call = describe(options)
     print(kernel.explain(*tensors, **call))
     if options.plot is not None:
@@ -135,6 +137,8 @@ def tune(options: argparse.Namespace) -> None:
         cases, device = _preset(options.preset)
         tuned.run(dict.fromkeys(case for case, _ in cases), device, options.family, options.record)
         return
+    if options.record is not None:
+        raise FlashgenError(f"--record {options.record} is the table of a --preset; what one variant's plans measured is kept in the cache and printed.")
     kernel, shapes, call = describe(options)
     q, k, v = (torch.randn(t.shape, device=device).to(t.dtype) for t in shapes)
     sink = {"sink": call["sink"].to(device)} if "sink" in call else {}
@@ -144,6 +148,7 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def mask(options: argparse.Namespace) -> None:
+    _prepare_plot(options)
     variant, q_len, kv_len = find_variant(options.variant), options.length, options.kv_length or options.length
     size = {"block_q": options.block, "block_kv": options.block} if options.block else {}
     print(flashgen.mask_text(variant, q_len, kv_len, head=options.head, heads=options.heads, **size))
@@ -152,8 +157,16 @@ def mask(options: argparse.Namespace) -> None:
         _save(figure, options.plot)
 
 
+def _prepare_plot(options: argparse.Namespace) -> None:
+    """Fail now and not when all is measured."""
+    if options.plot is not None:
+        from .bench.plots import pyplot
+
+        pyplot()
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(f"{path}: written")
 
@@ -171,11 +184,22 @@ def _preset(name: str) -> tuple[list[Any], str]:
     return presets[name], device
 
 
+def _peers(text: str | None) -> tuple[str, ...]:
+    from .bench.peers import NAMES
+
+    only = tuple(text.split(",")) if text else ()
+    unknown = [name for name in only if name not in (*NAMES, "none")]
+    if unknown:
+        raise FlashgenError(f"--peers {','.join(unknown)}: the peers are {', '.join(NAMES)}; none for no peer at all.")
+    return only
+
+
 def bench(options: argparse.Namespace) -> None:
     from .bench import record
 
     cases, device = _preset(options.preset)
-    only = tuple(options.peers.split(",")) if options.peers else ()
+    only = _peers(options.peers)
+    _prepare_plot(options)
     result = record.run(cases, device, rounds=options.rounds, family=options.family, only=only, path=options.record)
     for name, figures in result["summary"].items():
         print(f"{name}: geometric mean {figures['geometric_mean']:.2f}x, least {figures['min']:.2f}x of {figures['cells']} cells")
@@ -202,9 +226,9 @@ def generated(options: argparse.Namespace) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: a positive integer is wanted")
+        raise argparse.ArgumentTypeError(f"{text}: a positive integer is wanted")
     return value
 
 
@@ -214,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
     for name, action, help_text in (
         ("emit", emit, "print the source of a kernel"),
         ("explain", explain, "what was proved, the plan, and what bounds it"),
-        ("tune", tune, "measure the best plans on this device and record the winners: seconds on a GPU, a minute or two on a CPU"),
+        ("tune", tune, "measure the best plans on this device and record the winners: seconds on a GPU, a minute or more on a CPU"),
         ("mask", mask, "which tiles of the mask are full, partial and empty"),
     ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -260,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--preset", default="gpu" if torch.cuda.is_available() else "cpu", help="which list of cases")
     command.add_argument("--rounds", type=_positive, default=3)
     command.add_argument("--family", help="force a kernel family")
-    command.add_argument("--peers", help="names of peers, with commas; default: all that can run")
+    command.add_argument("--peers", help="names of peers, with commas, or none; default: all that can run")
     command.add_argument("--record", "--json", type=Path, help="also write the run as JSON")
     command.add_argument("--plot", type=Path, help="also draw the roofline")
     command = commands.add_parser("generated", help="the kernels kept in generated/")
@@ -273,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0, or 1 after a message on stderr."""
+    """Run a command; 0, or after a message on stderr 1, or 130 (128 + SIGINT, as shells have it) if it was interrupted."""
     options = parser().parse_args(arguments)
     try:
         options.action(options)
@@ -283,6 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file that cannot be written or read
         print(f"flashgen: {error}. Choose another path.", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("flashgen: interrupted. What was recorded before is kept.", file=sys.stderr)
+        return 130
     return 0
 
 

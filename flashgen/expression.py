@@ -312,6 +312,8 @@ def wrap(x: Any, *, static: bool = False) -> Expr:
         except OverflowError:
             raise VariantError("a number beyond the range of float64 in a score or mask function.") from None
         return const(real) if static or not -math.inf < real < math.inf else Expr("number", SINGLE, (), real)
+    if x is None or isinstance(x, slice):
+        raise VariantError("a slice or None in a score or mask function: each index is one number for each (b, h, q_idx, kv_idx); reduce tensors beforehand.")
     raise VariantError(f"cannot use a value of type {type(x).__name__} in a score or mask function; numbers, tensors and traced values are supported.")
 
 

@@ -124,8 +124,12 @@ class Pass:
         return found
 
     def results(self) -> dict[str, Tensor]:
-        """What the pass has computed, by name."""
-        return self.written | {f"gradient of capture {n}": finished(t, self.lse) for n, t in self.sums.items()}
+        """What the pass has computed, by name: out with what its rounding left over, which plans that round differently have together."""
+        found = dict(self.written)
+        low = found.pop("out_low", None)
+        if low is not None:
+            found["out"] = found["out"].float() + low.float()
+        return found | {f"gradient of capture {n}": finished(t, self.lse) for n, t in self.sums.items()}
 
     def pairs(self) -> float:
         """Visible (query, key) pairs of all heads; the share that is visible is that of head 0 at the longest lengths."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import families
 from .errors import VariantError
@@ -87,7 +87,8 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
     points = [record.derive(problem.which, {**p, **forced}) for p in lattice]
     kept = [p for p in points if all(p.get(name, value) == value for name, value in forced.items())]  # of fields that follow from others, those that agree
     if points and not kept:
-        raise VariantError(f"plan={forced}: no plan of family {family} has these together; some fields follow from others there (see Kernel.plan).")
+        choices = "; ".join(f"{name} {', '.join(map(str, sorted({p[name] for p in lattice if name in p})))}" for name in forced if name in own)
+        raise VariantError(f"plan={forced}: no plan of family {family} has these together. Its plans have {choices}; other fields follow (see Kernel.plan).")
     points = kept
     known = set().union(*points) if points else set()
     unknown = set(forced) - own if points else set()
@@ -107,10 +108,19 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
             if c.limit:  # a limit of 0 makes a rule, not a budget
                 usage.append((c.name, used, c.limit, c.unit))
             if used > c.limit:
-                rejected.append(f"{c.name}: {c.expr} = {used} > {c.limit} {c.unit}")
+                rejected.append(f"{c.name}: {_decided(c.expr, values)} = {used} > {c.limit} {c.unit}")
         price = float(cost.xreplace(values)) * met(facts.block, point["block_q"]) * met(facts.block, point["block_kv"])
         found[chosen] = Candidate(chosen, price, tuple(usage), tuple(rejected))
     return sorted(found.values(), key=lambda c: (bool(c.rejected), c.cost))
+
+
+def _decided(expr: Any, values: Mapping[Any, Any]) -> Any:
+    """The case of a formula that applies, so that a reader sees that alone."""
+    import sympy
+
+    cases = sympy.sympify(expr).atoms(sympy.Piecewise)
+    deciding = {symbol for piecewise in cases for _, condition in piecewise.args for symbol in condition.free_symbols}
+    return sympy.sympify(expr).xreplace({symbol: values[symbol] for symbol in deciding if symbol in values})
 
 
 def plan(facts: Facts, problem: Problem, target: Target, family: str, forced: Mapping[str, int] | None = None) -> Plan:
@@ -119,5 +129,6 @@ def plan(facts: Facts, problem: Problem, target: Target, family: str, forced: Ma
     if not ranked:
         raise VariantError(f"family {family} has no plan for {problem}.")
     if ranked[0].rejected:
-        raise VariantError(f"no plan of family {family} fits {target.name}: {'; '.join(ranked[0].rejected)}. Choose a smaller head_dim or other plan fields.")
+        remedy = f"Change plan={dict(forced)}." if forced else "Choose a smaller head_dim."
+        raise VariantError(f"no plan of family {family} fits {target.name}: {'; '.join(ranked[0].rejected)}. {remedy}")
     return ranked[0].plan

@@ -98,7 +98,7 @@ def plot_mask(
     try:
         from matplotlib import colors, pyplot
     except ImportError as error:
-        raise FlashgenError("plot_mask needs matplotlib: pip install 'flashgen[plot]'; flashgen.mask_text needs nothing.") from error
+        raise FlashgenError("plot_mask needs matplotlib: pip install matplotlib; flashgen.mask_text needs nothing.") from error
     if axes is None:
         _, axes = pyplot.subplots(figsize=(5.2, 4.6 * min(max(q_len / kv_len, 0.4), 2.0) + 0.6), layout="constrained")
     edges = [np.minimum(np.arange(n + 1) * block, length) for n, block, length in zip(classes.shape, (block_q, block_kv), (q_len, kv_len))]

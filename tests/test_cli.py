@@ -125,6 +125,7 @@ def test_a_wrong_variant_is_one_line(capsys, variant, message):
 
 def test_what_a_target_cannot_do_is_said(capsys):
     assert "head_dim" in fail(capsys, "emit", "--head-dim", "1024", "--target", "cpu")
+    assert "not float64; sm80" in fail(capsys, "emit", "--dtype", "float64", "--target", "sm80")
 
 
 def test_info_lists_versions_targets_compilers_and_the_cache_and_cleans_it(capsys, tmp_path, monkeypatch):
@@ -245,6 +246,28 @@ def test_bench_names_its_presets_and_needs_the_device_it_measures(capsys):
     assert "cpu" in fail(capsys, "bench", "--preset", "no such")
     if not torch.cuda.is_available():
         assert "there is none" in fail(capsys, "bench", "--preset", "gpu")
+
+
+def test_what_cannot_be_written_or_is_unknown_is_said_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    from flashgen.bench import record
+
+    monkeypatch.setattr(record, "run", lambda *_, **__: pytest.fail("measured"))
+    assert "sdpa_cudnn" in fail(capsys, "bench", "--preset", "cpu", "--peers", "sdpa,spda")
+    assert "--preset" in fail(capsys, "tune", "--record", str(tmp_path / "table.json"))
+    (tmp_path / "file").touch()
+    assert "another path" in fail(capsys, "bench", "--preset", "cpu", "--plot", str(tmp_path / "file" / "run.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for command in (["bench", "--preset", "cpu"], ["explain"], ["mask", "--variant", "causal"]):
+        assert "pip install matplotlib" in fail(capsys, *command, "--plot", str(tmp_path / "run.png"))
+
+
+def test_an_interrupted_command_says_so(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flashgen, "autotune", interrupted)
+    assert main(["tune", "--variant", "causal", "--length", "64", "--dtype", "float32"]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_generated_needs_a_folder_and_a_choice(capsys, tmp_path):

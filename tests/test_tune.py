@@ -260,6 +260,26 @@ def test_a_candidate_that_disagrees_falls_out(monkeypatch):
     torch.testing.assert_close(kernel(q, k, v), exact(q, k, v), atol=1e-5, rtol=1e-4)
 
 
+def test_what_rounding_left_over_is_judged_with_the_output():
+    """Plans that round differently leave different rests: alone, those would differ by their own size where few keys are seen."""
+    generator = torch.Generator().manual_seed(0)
+    temperature = (0.3 * torch.randn(8, generator=generator)).requires_grad_()
+    cubic = (0.02 * torch.randn(8, 2, generator=generator)).requires_grad_()
+    reach = torch.randint(0, 200, (512,), generator=generator, dtype=torch.int32)
+
+    def score(s, b, h, q, k):
+        s = s * temperature.exp()[h]
+        return s + cubic[h, 0] * s * s + cubic[h, 1] * s**3
+
+    mask = flashgen.mask(lambda b, h, q, k: (k <= q) & ((q - k <= reach[q]) | (k % 37 == 0)))
+    kernel = flashgen.compile(flashgen.Variant(score=score, mask=mask), plan=FEW)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, 300, 32).bfloat16() for _ in range(3))
+    assert "out_low" in kernel.source(q, k, v)
+    (measured,) = flashgen.autotune(kernel, q, k, v, backward=False, progress=False).passes
+    assert len(measured.rows) == 5 and not any(r.verdict for r in measured.rows)
+
+
 def test_disagreement_is_judged_row_by_row():
     reference = torch.randn(1000, 8)
     one_row_off = reference.clone()

@@ -54,6 +54,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 FLASH_MODULES = {"fa2": ("flash_attn",), "fa3": ("flash_attn_interface", "fa3_fwd_interface"), "fa4": ("flash_attn.cute.interface",)}
+NAMES = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", *FLASH_MODULES, PLAIN)
 FLASH_VARIANTS = ("full", "causal", "softcap", "window")  # that those packages have
 
 

@@ -16,22 +16,23 @@ from ..kernel import Kernel
 MARKERS = "os^vDPX*"
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's pyplot. Raises FlashgenError where that is not installed."""
     try:
-        from matplotlib import pyplot
+        from matplotlib import pyplot as found
     except ImportError as error:
-        raise FlashgenError("plots need matplotlib: pip install 'flashgen[plot]'.") from error
-    return pyplot
+        raise FlashgenError("plots need matplotlib: pip install matplotlib.") from error
+    return found
 
 
 def roofline(result: Mapping[str, Any]) -> Any:
     """TFLOP/s against operations per compulsory byte, a point for each case and implementation, under the chip's two ceilings (its datasheet's, 16 bit)."""
     if "roof" not in result["environment"] or any("bytes" not in row for row in result["rows"]):
         raise FlashgenError("this run was recorded before its bytes were: measure again, python -m flashgen bench --record FILE.")
-    pyplot = _pyplot()
+    draw = pyplot()
     roof, rows = result["environment"]["roof"], result["rows"]
     peak, gbs = roof["tflops"]["bfloat16"], roof["gbs"]
-    figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    figure, axes = draw.subplots(figsize=(7.5, 5), layout="constrained")
     names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
     for name, marker in zip(names, MARKERS * len(names)):
         for what, filled in (("forward", True), ("backward", False), ("both", False)):
@@ -57,7 +58,7 @@ def bytes_over_length(
     for length in lengths:
         rows = [torch.empty(1, 1, length, head_dim, dtype=getattr(torch, dtype)).expand(1, h, length, head_dim) for h in (heads, kv_heads, kv_heads)]
         found.append(kernel.traffic(*rows, which=which))
-    figure, axes = _pyplot().subplots(figsize=(6.5, 4.5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(6.5, 4.5), layout="constrained")
     lines = {
         "standard algorithm, 4 N\u00b2 + 4 N d": [t.standard_bytes for t in found],
         "this plan, between memory levels": [t.plan_bytes for t in found],

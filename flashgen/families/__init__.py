@@ -126,4 +126,5 @@ def choose(problem: Problem, target: Target, forced: str | None = None, fields: 
         if not reasons:
             return name, passed
         passed[name] = reasons
-    raise VariantError("; ".join(f"family {name}: {' '.join(reasons)}" for name, reasons in passed.items()))
+    against = "; ".join(reason for found in passed.values() for reason in found)
+    raise VariantError(f"no kernel family serves this call: {against}. Choose another dtype, head_dim or target; cpu computes every dtype.")
