@@ -377,27 +377,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       };
 
       // Keys run a tile ahead of values; the first ones come before the queries, whose slot is freed later.
-      const bool some_seen = seen.begin < seen.end;
-      if (some_seen) load_keys(last);
-      load_queries(some_seen);
-      int next = some_seen ? next_below(last + 1) : -1, waiting = -1;  // waiting: the tile whose keys are on their way and whose values are not
-      if (lane == 0) {
-        smem.work[q_ring.slot] = Piece{b, h, q_first, next};
-        fg::barrier_arrive(smem.q_full[q_ring.slot]);
-      }
-      q_ring.advance();
-#pragma unroll 1
-      while (next >= 0) {
-        const int tile = next >> KIND_BITS;
-        next = next_below(tile);
-        // Before anything that may have to wait: a consumer that is ahead of the others needs it.
+      // Says which tile follows one whose keys are on their way: before anything that may have to wait, as a consumer that is ahead of the others needs it.
+      auto announce = [&](int tile) {
+        const int next = next_below(tile >> KIND_BITS);
         if (lane == 0) {
           smem.next_tiles[described] = next;
           fg::barrier_arrive(smem.k_full[described]);
         }
+        return next;
+      };
+
+      const bool some_seen = seen.begin < seen.end;
+      if (some_seen) load_keys(last);
+      load_queries(some_seen);
+      int tile = some_seen ? next_below(last + 1) : -1;
+      if (lane == 0) {
+        smem.work[q_ring.slot] = Piece{b, h, q_first, tile};
+        fg::barrier_arrive(smem.q_full[q_ring.slot]);
+      }
+      q_ring.advance();
+      int waiting = -1;  // the tile whose keys are on their way and whose values are not
+#pragma unroll 1
+      while (tile >= 0) {
+        const int next = announce(tile);
         if (waiting >= 0) load_values(waiting);
         if (next >= 0) load_keys(next >> KIND_BITS);
-        waiting = tile;
+        waiting = tile >> KIND_BITS;
+        tile = next;
       }
       if (lane == 0) drawn = atomicAdd(p.counter, 1);  // no earlier, or the last pieces would go to blocks that are still far from done
       if (waiting >= 0) load_values(waiting);

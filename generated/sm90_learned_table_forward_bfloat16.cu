@@ -232,7 +232,7 @@ FG_FN fg::Range q_range(const Params& p, const Uniform& u, int k_first, int k_la
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int SCORES = SCORE_REGISTERS, OUTS = OUT_REGISTERS, WEIGHTS = SCORES / 2;  // registers of a thread
 constexpr int GROUP_BARRIER = 1;    // named barriers: one for each consumer warpgroup
-constexpr int STAGGER_BARRIER = 4;  // named barrier of all consumers
+constexpr int STAGGER_BARRIER = 4;  // named barriers of all consumers, one for each slot of queries: nobody is two pieces ahead
 struct Piece { int b, h, q_first, tile; };  // what a block works on, down from `tile` of the keys; tile < 0: none is seen; b < 0: no more work
 __device__ __forceinline__ Piece read_piece(const Piece& x) { return Piece{fg::shared_int(x.b), fg::shared_int(x.h), fg::shared_int(x.q_first), fg::shared_int(x.tile)}; }
 struct alignas(1024) Smem {
@@ -450,12 +450,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     };
     auto first_step = [&](int tile) {
       const bool partial = (tile + 1) * BLOCK_KV > lens.kv_len;
-      if (group == CONSUMERS - 1) fg::group_sync(STAGGER_BARRIER, THREADS - 128);  // the warpgroups run half a step apart: one in its softmax while the other multiplies
+      if (group == CONSUMERS - 1) fg::group_sync(STAGGER_BARRIER + q_ring.slot, THREADS - 128);  // the warpgroups run half a step apart: one in its softmax while the other multiplies
       fg::barrier_wait(smem.k_full[ring.slot], ring.parity);
       start_scores();
       fg::wgmma_wait<0>();
       fg::keep(s);
-      if (group != CONSUMERS - 1) fg::group_arrive(STAGGER_BARRIER, THREADS - 128);
+      if (group != CONSUMERS - 1) fg::group_arrive(STAGGER_BARRIER + q_ring.slot, THREADS - 128);
       release(smem.k_empty[ring.slot]);
       softmax(tile, partial);
       pack_weights();

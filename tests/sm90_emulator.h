@@ -51,7 +51,14 @@ inline unsigned (*exchange(unsigned a, unsigned b = 0, unsigned c = 0, unsigned 
 }
 struct Named { int count; long generation; };
 inline Named named[16];
-inline void named_arrive(int id, int n) { ++progress; if (++named[id].count == n) { named[id].count = 0; ++named[id].generation; } }
+inline std::vector<bool> came[16];  // in this generation: a thread that came twice would stand for one that has not come
+inline void named_arrive(int id, int n) {
+  ++progress;
+  if (named[id].count == 0) came[id].assign(fibers.size(), false);
+  if (came[id][current->thread.x]) { fprintf(stderr, "thread %d arrives twice at barrier %d\n", (int)current->thread.x, id); exit(9); }
+  came[id][current->thread.x] = true;
+  if (++named[id].count == n) { named[id].count = 0; ++named[id].generation; }
+}
 inline void named_sync(int id, int n) { const long g = named[id].generation; named_arrive(id, n); while (named[id].generation == g) yield(); }
 inline unsigned bits(float x) { unsigned u; memcpy(&u, &x, 4); return u; }
 inline float real(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
@@ -220,12 +227,25 @@ template <class Body> void run_grid(int blocks, int threads, Body body) {
       f.context.uc_stack.ss_sp = f.stack.data(); f.context.uc_stack.ss_size = f.stack.size(); f.context.uc_link = &scheduler;
       makecontext(&f.context, (void (*)())+[]() { (*now)(); leave(); }, 0);
     }
-    long last = -1;
+    // Warps take turns in an order of chance, in which half of them stay behind: what only holds in some order shows.
+    static unsigned long long seed = 1;
+    auto chance = [&](int below) { seed = seed * 6364136223846793005ull + 1442695040888963407ull; return (int)(seed >> 33) % below; };
+    std::vector<int> order(threads / 32);
+    for (int w = 0; w < threads / 32; ++w) order[w] = w;
+    long last = -1, idle = 0;
     for (bool left = true; left;) {
       left = false;
-      if (progress == last) { fprintf(stderr, "deadlock in block %d\n", n); for (int t = 0; t < threads; t += 32) fprintf(stderr, "%d", fibers[t].done); exit(3); }
+      idle = progress == last ? idle + 1 : 0;
+      if (idle > 2000) { fprintf(stderr, "deadlock in block %d\n", n); for (int t = 0; t < threads; t += 32) fprintf(stderr, "%d", fibers[t].done); exit(3); }
       last = progress;
-      for (Fiber& f : fibers) if (!f.done) { current = &f; swapcontext(&scheduler, &f.context); left |= !f.done; }
+      for (int w = threads / 32 - 1; w > 0; --w) { const int other = chance(w + 1), kept = order[w]; order[w] = order[other]; order[other] = kept; }
+      for (int w : order) {
+        const bool stays = chance(2);
+        for (int t = w * 32; t < w * 32 + 32; ++t) if (!fibers[t].done) {
+          if (!stays) { current = &fibers[t]; swapcontext(&scheduler, &fibers[t].context); }
+          left |= !fibers[t].done;
+        }
+      }
     }
   }
 }
