@@ -33,7 +33,7 @@ class Spec:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(settings.templates_directory()),
         undefined=jinja2.StrictUndefined,
         line_statement_prefix="//%",
@@ -43,6 +43,13 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    made.filters["deeper"] = _deeper
+    return made
+
+
+def _deeper(text: str, columns: int) -> str:
+    """Code of a template where it stands in one more block; directives stay at the margin."""
+    return re.sub(r"^(?=[^#\n])", " " * columns, text, flags=re.M)
 
 
 @lru_cache(maxsize=256)

@@ -166,6 +166,7 @@ GOLDENS: dict[str, Golden] = {
         Golden("sm90_blocks_backward_bfloat16", _blocks, _problem("bfloat16", 128, "backward"), HOPPER),
         Golden("sm90_first_keys_and_window_forward_bfloat16", _first_keys_and_window, _problem("bfloat16", 64), HOPPER),
         Golden("sm90_causal_backward_bfloat16", _causal, _problem("bfloat16", 128, "backward", group=2), HOPPER),
+        Golden("sm90_causal_backward_narrow_bfloat16", _causal, _problem("bfloat16", 64, "backward"), HOPPER),
         Golden("sm90_learned_table_backward_bfloat16", _learned_table, _problem("bfloat16", 64, "backward", dlse=True, out_low=True), HOPPER),
         Golden("sm90_own_functions_backward_deterministic_float16", _own_functions, _problem("float16", 64, "backward", deterministic=True), HOPPER),
         Golden("sm90_causal_backward_deterministic_bfloat16", _causal, _problem("bfloat16", 128, "backward", deterministic=True), HOPPER),

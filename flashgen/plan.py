@@ -84,7 +84,9 @@ def candidates(facts: Facts, problem: Problem, target: Target, family: str, forc
     own = set(lattice[0]) if lattice else set()
     other = record.lattice(replace(problem, which="backward" if problem.which == "forward" else "forward"), facts, target)
     forced = {name: value for name, value in (forced or {}).items() if name in own or name not in set().union(*other)}  # the other pass's are not meant here
-    points = [record.derive(problem.which, {**p, **forced}) for p in lattice]
+    # First those that have the fields which go with a value.
+    nearest = sorted(lattice, key=lambda p: -sum(p.get(name) == value for name, value in forced.items()))
+    points = [record.derive(problem.which, {**p, **forced}) for p in nearest]
     kept = [p for p in points if all(p.get(name, value) == value for name, value in forced.items())]  # of fields that follow from others, those that agree
     if points and not kept:
         choices = "; ".join(f"{name} {', '.join(map(str, sorted({p[name] for p in lattice if name in p})))}" for name in forced if name in own)

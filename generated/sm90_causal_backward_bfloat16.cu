@@ -30,9 +30,11 @@ constexpr int DQ_SMEM_BYTES = 115712;
 constexpr int DQ_STAGED = 0;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
+constexpr int KV_STAGES = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
+constexpr int PERSISTENT = 0;
 constexpr int PRODUCER_REGISTERS = 56;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
@@ -390,8 +392,8 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 
 constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
-constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers,
-constexpr int OWN_BARRIER = 2;                               // and one for each consumer warpgroup (2, 3)
+constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
+constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
@@ -452,6 +454,8 @@ __device__ __forceinline__ void round_dq(const Params& p, float* from, int b, in
 constexpr int LAG = SUM_SLOTS - 1;
 __device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
+// How many parts of a section each block over the keys of a later one rounds, where these have that many heads.
+__device__ __forceinline__ int share_of(const Params& p, int section, int heads) { return (parts_of(p, section) + heads * p.kv_tiles - 1) / (heads * p.kv_tiles); }
 // dQ of a part of a section.
 __device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
   const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
@@ -475,22 +479,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   if (p.prepare_blocks) fg::async_proxy_fence_global();  // after ordinary stores of others
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
 
-  const unsigned block = blockIdx.x - p.prepare_blocks;
-  const int over_keys = p.sum_heads * p.kv_tiles, rounding = block - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
+  const int nth = blockIdx.x - p.prepare_blocks;
+  const int rounding = nth - p.sum_sections * p.sum_heads * p.kv_tiles;  // which block of those that only round dQ
   if (rounding >= 0) {
-    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, nth = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
+    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, part = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
     if (threadIdx.x == 0) fg::wait_turn(p.progress + section, heads_of(p, section) * p.kv_tiles);
     __syncthreads();
-    if (nth < parts_of(p, section)) round_part(p, section, nth, false);
+    if (part < parts_of(p, section)) round_part(p, section, part, false);
     return;
   }
-  const int section = block / over_keys, index = block - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
-  if (index >= here * p.kv_tiles) return;
+
+  const int over_keys = p.sum_heads * p.kv_tiles, section = nth / over_keys, index = nth - section * over_keys;
+  const int here = heads_of(p, section), first_head = section * p.sum_heads;
   const fg::Work work = fg::nth_longest(index, p.kv_tiles, here, p.section);
   const int place = (section % SUM_SLOTS * p.sum_heads + work.head) * GROUP;  // of the first query head among the sums of dQ
   const int k_first = (p.kv_tiles - 1 - work.tile) * BLOCK_KV;
   const int b = (first_head + work.head) / p.kv_heads, kv_head = first_head + work.head - b * p.kv_heads;
   const Lens lens = item(p, b).lens;
+  if (index >= here * p.kv_tiles) return;
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
@@ -561,10 +567,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     }
     return;
   }
-
   // ------------------------------------------------------------------------------------------------------------------------------ consumers
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
   fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
@@ -584,16 +592,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   constexpr unsigned DS_SLOT = sizeof(smem.ds[0]) / 16;
   int head = 0;
   Uniform u = uniform(p, lens, b, kv_head * GROUP);
-  auto release = [&](fg::Barrier& empty) {
-    if (lane == 0) fg::barrier_arrive(empty);
-  };
-
   if (section >= LAG) {  // while keys and queries are on their way
-    const int before = section - LAG, parts = parts_of(p, before), share = (parts + here * p.kv_tiles - 1) / (here * p.kv_tiles);
+    const int before = section - LAG, share = share_of(p, before, here), end = min((index + 1) * share, parts_of(p, before));
     if (threadIdx.x % 128 == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
     fg::group_sync(OWN_BARRIER + group, 128);
 #pragma unroll 1
-    for (int nth = index * share + group; nth < min((index + 1) * share, parts); nth += 2) round_part(p, before, nth, before + SUM_SLOTS < p.sum_sections);
+    for (int part = index * share + group; part < end; part += 2) round_part(p, before, part, before + SUM_SLOTS < p.sum_sections);
     fg::group_sync(OWN_BARRIER + group, 128);
     if (threadIdx.x % 128 == 0) {
       fg::end_turn(p.progress + p.sum_sections + before);

@@ -30,9 +30,11 @@ constexpr int DQ_SMEM_BYTES = 115712;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
+constexpr int KV_STAGES = 1;
 constexpr int LISTED = 1;
 constexpr int ORDERED = 1;
 constexpr int OVERLAP = 1;
+constexpr int PERSISTENT = 0;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
@@ -416,7 +418,8 @@ extern "C" __global__ void __launch_bounds__(32) backward_order(const __grid_con
 }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
-// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum,
+// its third one waits for sums of an earlier section, and clears them when the consumers have rounded them. Warpgroups 1 and 2 are the consumers: 64 keys each.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
 //   s[4 j + 2 r + e]   score of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4: wgmma's accumulator of S^T; then the
@@ -431,8 +434,9 @@ extern "C" __global__ void __launch_bounds__(32) backward_order(const __grid_con
 
 constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
-constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers,
-constexpr int OWN_BARRIER = 2;                               // and one for each consumer warpgroup (2, 3)
+constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
+constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
+constexpr int TURN_BARRIER = 8, ROUNDED_BARRIER = 9;         // of the consumers and the warp that waits for sums of dQ, and says that they are rounded
 constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
@@ -493,10 +497,20 @@ __device__ __forceinline__ void round_dq(const Params& p, float* from, int b, in
 // Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
 // rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
 // complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
-// (`progress[sum_sections + section]` counts warpgroups).
+// (`progress[sum_sections + section]` counts blocks).
 constexpr int LAG = SUM_SLOTS - 1;
 __device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
+// How many parts of a section each block over the keys of a later one rounds, where these have that many heads.
+__device__ __forceinline__ int share_of(const Params& p, int section, int heads) { return (parts_of(p, section) + heads * p.kv_tiles - 1) / (heads * p.kv_tiles); }
+// Zeros where sums lay, parts begin to end - 1, by one warp.
+__device__ __forceinline__ void clear_parts(const Params& p, int section, int begin, int end) {
+  constexpr int EACH = 64 * DIM_QK / 4;
+  float4* const sums = reinterpret_cast<float4*>(dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP, 0)) + (long long)begin * EACH;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < (end - begin) * EACH; i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
 // dQ of a part of a section.
 __device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
   const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
@@ -510,22 +524,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int group = __shfl_sync(fg::ALL_LANES, threadIdx.x / 128, 0) - 1, warp = __shfl_sync(fg::ALL_LANES, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
 
-  const unsigned block = blockIdx.x;
-  const int over_keys = p.sum_heads * p.kv_tiles, rounding = block - p.sum_sections * over_keys;  // blocks of a section; which block of those that only round dQ
+  const int nth = blockIdx.x;
+  const int rounding = nth - p.sum_sections * p.sum_heads * p.kv_tiles;  // which block of those that only round dQ
   if (rounding >= 0) {
-    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, nth = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
+    const int section = max(p.sum_sections - LAG, 0) + rounding / p.finish_blocks, part = rounding % p.finish_blocks * (THREADS / 128) + threadIdx.x / 128;
     if (threadIdx.x == 0) fg::wait_turn(p.progress + section, heads_of(p, section) * p.kv_tiles);
     __syncthreads();
-    if (nth < parts_of(p, section)) round_part(p, section, nth, false);
+    if (part < parts_of(p, section)) round_part(p, section, part, false);
     return;
   }
-  const int section = block / over_keys, index = block - section * over_keys, here = heads_of(p, section), first_head = section * p.sum_heads;
-  if (index >= here * p.kv_tiles) return;
+
+  const int over_keys = p.sum_heads * p.kv_tiles, section = nth / over_keys, index = nth - section * over_keys;
+  const int here = heads_of(p, section), first_head = section * p.sum_heads;
   const fg::Work work = fg::nth_longest(index, p.kv_tiles, here, p.section);
   const int place = (section % SUM_SLOTS * p.sum_heads + work.head) * GROUP;  // of the first query head among the sums of dQ
   const int k_first = work.tile * BLOCK_KV;  // a block waits for those of later keys, which have been started before it
   const int b = (first_head + work.head) / p.kv_heads, kv_head = first_head + work.head - b * p.kv_heads;
   const Lens lens = item(p, b).lens;
+  if (index >= here * p.kv_tiles) return;
   if (threadIdx.x == 0) {
     fg::barrier_init(smem.k_full, 1);
     fg::barrier_init(smem.v_full, 1);
@@ -597,7 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       }
     } else if (warp == 1) {
       constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
-      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
+      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, p.kv_tiles * heads_of(p, section - 1));
       __syncwarp();
       fg::group_arrive(DQ_FREE, 160);
       fg::group_arrive(DQ_FREE + 1, 160);
@@ -635,13 +651,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::tma_store_wait();  // all that this block adds is in the sums
         fg::end_turn(p.progress + section);
       }
+    } else if (warp == 2) {
+      if (section >= LAG) {
+        const int before = section - LAG;
+        if (lane == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
+        __syncwarp();
+        fg::group_arrive(TURN_BARRIER, 288);
+        fg::group_sync(ROUNDED_BARRIER, 288);
+        if (before + SUM_SLOTS < p.sum_sections) {
+          const int share = share_of(p, before, here);
+          clear_parts(p, before, index * share, min((index + 1) * share, parts_of(p, before)));
+        }
+        __syncwarp();
+        if (lane == 0) fg::end_turn(p.progress + p.sum_sections + before);
+        __syncwarp();
+      }
     }
     return;
   }
-
   // ------------------------------------------------------------------------------------------------------------------------------ consumers
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
   fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
@@ -661,20 +694,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   constexpr unsigned DS_SLOT = sizeof(smem.ds[0]) / 16;
   int head = 0;
   Uniform u = uniform(p, lens, b, kv_head * GROUP);
-  auto release = [&](fg::Barrier& empty) {
-    if (lane == 0) fg::barrier_arrive(empty);
-  };
-
   if (section >= LAG) {  // while keys and queries are on their way
-    const int before = section - LAG, parts = parts_of(p, before), share = (parts + here * p.kv_tiles - 1) / (here * p.kv_tiles);
-    if (threadIdx.x % 128 == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
-    fg::group_sync(OWN_BARRIER + group, 128);
+    const int before = section - LAG, share = share_of(p, before, here), end = min((index + 1) * share, parts_of(p, before));
+    fg::group_sync(TURN_BARRIER, 288);
 #pragma unroll 1
-    for (int nth = index * share + group; nth < min((index + 1) * share, parts); nth += 2) round_part(p, before, nth, before + SUM_SLOTS < p.sum_sections);
-    fg::group_sync(OWN_BARRIER + group, 128);
-    if (threadIdx.x % 128 == 0) {
-      fg::end_turn(p.progress + p.sum_sections + before);
-    }
+    for (int part = index * share + group; part < end; part += 2) round_part(p, before, part, false);
+    __syncwarp();
+    fg::group_arrive(ROUNDED_BARRIER, 288);
   }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);

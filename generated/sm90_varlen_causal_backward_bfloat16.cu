@@ -30,9 +30,11 @@ constexpr int DQ_SMEM_BYTES = 115712;
 constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
+constexpr int KV_STAGES = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
+constexpr int PERSISTENT = 0;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
@@ -412,8 +414,8 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 
 constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
-constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers,
-constexpr int OWN_BARRIER = 2;                               // and one for each consumer warpgroup (2, 3)
+constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
+constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
 constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
@@ -588,10 +590,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     }
     return;
   }
-
   // ------------------------------------------------------------------------------------------------------------------------------ consumers
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
   fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
@@ -611,10 +615,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   constexpr unsigned DS_SLOT = sizeof(smem.ds[0]) / 16;
   int head = 0;
   Uniform u = uniform(p, lens, b, kv_head * GROUP);
-  auto release = [&](fg::Barrier& empty) {
-    if (lane == 0) fg::barrier_arrive(empty);
-  };
-
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
   // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.

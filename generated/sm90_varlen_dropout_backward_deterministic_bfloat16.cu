@@ -29,9 +29,11 @@ constexpr int DQ_SMEM_BYTES = 58368;
 constexpr int DQ_STAGED = 0;
 constexpr int DQ_SUMMED = 0;
 constexpr int DV_REGISTERS = 32;
+constexpr int KV_STAGES = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
+constexpr int PERSISTENT = 0;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SCORE_REGISTERS = 64;
 constexpr int SECTION_BYTES = 0;
@@ -341,8 +343,8 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 
 constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
-constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers,
-constexpr int OWN_BARRIER = 2;                               // and one for each consumer warpgroup (2, 3)
+constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
+constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
@@ -435,10 +437,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     }
     return;
   }
-
   // ------------------------------------------------------------------------------------------------------------------------------ consumers
   fg::registers_raise<CONSUMER_REGISTERS>();
   const float multiplier = p.scale * (float)fg::LOG2E;
+  auto release = [&](fg::Barrier& empty) {
+    if (lane == 0) fg::barrier_arrive(empty);
+  };
   int own_k = k_first + group * 64 + warp * 16 + lane / 4;  // the thread's keys: this one and 8 further
   fg::Ring<STAGES> ring;
   float dv[DV_REGISTERS];
@@ -453,10 +457,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   constexpr unsigned Q_SLOT = sizeof(smem.q[0]) / 16, DOUT_SLOT = sizeof(smem.dout[0]) / 16;  // what descriptors grow by from slot to slot
   const unsigned q_down = fg::descriptor_low(fg::shared_address(smem.q), BLOCK_Q * COLUMNS_QK * 2);
   const unsigned dout_down = fg::descriptor_low(fg::shared_address(smem.dout), BLOCK_Q * COLUMNS_V * 2);
-  auto release = [&](fg::Barrier& empty) {
-    if (lane == 0) fg::barrier_arrive(empty);
-  };
-
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
   fg::barrier_wait(smem.q_full[0], 0);

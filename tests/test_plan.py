@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,28 @@ def test_registers_that_setmaxnreg_cannot_give_are_refused(which):
     for wrong in ({"consumer_registers": 256}, {"consumer_registers": 233}, {"producer_registers": 16}, more):
         with pytest.raises(fg.VariantError, match=r"registers of all warpgroups|setmaxnreg|together"):
             plan(FACTS, problem, target, "sm90", {**own, **wrong})
+
+
+def test_a_forced_field_comes_with_those_that_belong_to_it():
+    """Not with another tile's columns: that kernel read memory which is not its own."""
+    target, problem = targets.parse("sm90a"), Problem("bfloat16", 64, 64, which="backward")
+    facts = analyze(fg.Variant(mask=fg.causal).plain.form)
+    assert plan(facts, problem, target, "sm90").block_q == 128
+    forced = plan(facts, problem, target, "sm90", {"block_q": 64})
+    assert (forced.dq_columns, forced.columns_qk) == (32, 32)
+    assert plan(facts, problem, target, "sm90", {"sms": 5}).sms == 5  # what no point has is put in
+
+
+@pytest.mark.parametrize("wrong", [{"persistent": 1, "dq_staged": 0}, {"persistent": 0, "kv_stages": 2}], ids=str)
+def test_a_backward_that_draws_its_keys_needs_what_it_is_made_of(wrong):
+    target, problem = targets.parse("sm90a"), Problem("bfloat16", 64, 64, which="backward")
+    assert plan(FACTS, problem, target, "sm90").persistent == 1
+    with pytest.raises(fg.VariantError, match=r"persistent needs|together"):
+        plan(FACTS, problem, target, "sm90", wrong)
+    for other in (replace(problem, layout="varlen"), replace(problem, dk=False, dv=False), Problem("bfloat16", 256, 256, which="backward")):
+        assert plan(FACTS, other, target, "sm90").persistent == 0
+        with pytest.raises(fg.VariantError, match="persistent needs"):
+            plan(FACTS, other, target, "sm90", {"persistent": 1})
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -57,14 +57,25 @@ LEARNED_TABLE = flashgen.relative_bias(TABLE)
 SLOPES = torch.tensor([0.5, -0.25], requires_grad=True)
 LEARNED_WAVES = flashgen.score(lambda s, b, h, q, k: s + SLOPES[h] * torch.cos(0.3 * (q - k)))
 LEARNED_SCALES = flashgen.score(lambda s, b, h, q, k: s * SLOPES[h])
+FROM_REGISTERS = {"dq_staged": 0, "persistent": 0, "kv_stages": 1}
+DOCUMENTS_BEFORE = flashgen.Variant(mask=flashgen.causal & flashgen.document(DOCUMENTS))
+CAPPED = flashgen.Variant(mask=flashgen.causal, score=flashgen.softcap(2.0))
 CASES = (
     Case("full"),
     Case("full, 128", head_dim=(128, 128), lengths=(130, 200)),
-    Case("added from registers", plan={"dq_staged": 0}),
+    Case("added from registers", plan=FROM_REGISTERS),
     Case("causal, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 150)),
     Case("one head's sum of dq after the other", CAUSAL, heads=(4, 4), plan={"sum_bytes": 1, "sms": 1}),
-    Case("sums of dq from registers", CAUSAL, heads=(3, 3), plan={"sum_bytes": 1, "sms": 1, "dq_staged": 0}),
+    Case("sums of dq from registers", CAUSAL, heads=(3, 3), plan={"sum_bytes": 1, "sms": 1, **FROM_REGISTERS}),
     Case("grouped heads' sums of dq one after the other", CAUSAL, (128, 128), heads=(10, 5), lengths=(150, 150), plan={"sum_bytes": 1, "sms": 4}),
+    Case("keys one after the other, one stage", CAUSAL, heads=(4, 4), plan={"persistent": 1, "sum_bytes": 1, "sms": 1, "kv_stages": 1}),
+    Case("keys one after the other, 128", CAUSAL, (128, 128), (6, 3), (150, 280), plan={"persistent": 1, "sum_bytes": 1, "sms": 2, "dq_staged": 1}),
+    Case("keys that nobody sees between others", CAUSAL, heads=(4, 2), lengths=(100, 700), plan={"persistent": 1, "sms": 1}),
+    Case("a block for each tile of keys", CAUSAL, heads=(4, 4), plan={"sum_bytes": 1, "sms": 1, "persistent": 0, "kv_stages": 1}),
+    Case("documents, keys one after the other", DOCUMENTS_BEFORE, heads=(4, 2), lengths=(300, 300), plan={"persistent": 1, "sms": 2}),
+    Case("lengths in use, keys one after the other", heads=(3, 3), seqlens_k=(177,), nan=True, plan={"persistent": 1, "sms": 1, "sum_bytes": 1}),
+    Case("deterministic, keys in turn", CAUSAL, heads=(4, 2), lengths=(300, 400), deterministic=True, plan={"persistent": 1, "sms": 2, "sum_bytes": 1}),
+    Case("soft-cap, keys one after the other", CAPPED, heads=(4, 2), plan={"persistent": 1, "sms": 1}),
     Case("sums of dq, masked NaN", CAUSAL, heads=(3, 3), nan=True, lengths=(201, 201), plan={"sum_bytes": 1, "sms": 1}),
     Case("causal, float16, 64", CAUSAL, lengths=(300, 431), dtype=torch.float16),
     Case("causal, more rows than keys", CAUSAL, (128, 128), lengths=(300, 100)),
@@ -85,7 +96,7 @@ CASES = (
     Case("learned table, grouped heads", flashgen.Variant(mask=SINK_AND_WINDOW, score=LEARNED_TABLE), (128, 128), heads=(2, 1), lengths=(260, 300)),
     Case("learned table, 128, staged", flashgen.Variant(mask=flashgen.causal, score=LEARNED_TABLE), (128, 128), lengths=(140, 150), plan={"dq_staged": 1}),
     Case("learned table, from registers", flashgen.Variant(mask=flashgen.causal, score=LEARNED_TABLE), lengths=(140, 150), plan={"dq_staged": 0}),
-    Case("causal, 128, staged", CAUSAL, (128, 128), (2, 1), lengths=(260, 300), plan={"dq_staged": 1}),
+    Case("causal, 128, staged", CAUSAL, (128, 128), (2, 1), lengths=(260, 300), plan={"dq_staged": 1, "kv_stages": 1}),
     Case("no mask, 128, from registers", flashgen.Variant(), (128, 128), lengths=(140, 150), plan={"dq_staged": 0}),
     Case("learned waves", flashgen.Variant(mask=flashgen.causal, score=LEARNED_WAVES), heads=(2, 2), lengths=(200, 150)),
     Case("learned scales of scores", flashgen.Variant(mask=flashgen.causal, score=LEARNED_SCALES), heads=(2, 2), lengths=(100, 90)),

@@ -70,6 +70,26 @@ def _diagonals(problem: Problem, facts: Facts) -> bool:
     return bool(problem.capture_grads) and set(problem.capture_grads) <= set(facts.diagonal) and _dq_summed(problem) and not problem.deterministic
 
 
+def _persistent(problem: Problem, facts: Facts) -> bool:
+    """A block per SM can draw keys from a counter, and load the next ones while it computes. Those who sum diagonals leave no warps for the rest."""
+    return _dq_summed(problem) and (problem.dk or problem.dv) and problem.layout == "dense" and not _wide(problem) and not _diagonals(problem, facts)
+
+
+def _ways(problem: Problem, facts: Facts, target: Target, point: dict[str, int]) -> list[dict[str, int]]:
+    """The plans of a point: a block for each tile of keys, or one that draws them, which hides what is between two tiles. That wins where these are short,
+    and for narrow heads, whose next keys have a place of their own; else the loop over queries loses as much."""
+    alone = derive({**point, "persistent": 0, "kv_stages": 1})
+    if not (_persistent(problem, facts) and point["dq_staged"]):
+        return [alone]
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    drawing = derive({**point, "persistent": 1, "kv_stages": 2 if largest <= 64 else 1})
+    if drawing["smem_bytes"] > target.smem_block_bytes:
+        drawing = derive({**drawing, "kv_stages": 1})
+    # There may be no registers for what a producer does besides.
+    crowded = facts.loads_per_pair > 0 or (largest > 96 and facts.data_dependent) or point["consumer_registers"] > 232
+    return [drawing, alone] if (largest <= 96 or problem.size == "short") and not crowded else [alone, drawing]
+
+
 def _over_keys(problem: Problem) -> bool:
     return problem.dk or problem.dv or _dq_summed(problem) or bool(problem.capture_grads)
 
@@ -79,10 +99,11 @@ def _over_keys(problem: Problem) -> bool:
 
 def smem_bytes(f: dict[str, Any], ceiling: Any) -> Any:
     """Shared memory of backward_main: ``sizeof(Smem)`` of the template, whose alignment is 1024."""
-    tiles = (f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
+    tiles = (f["kv_stages"] * f["block_kv"] + f["stages"] * f["block_q"]) * (f["dim_qk"] + f["dim_v"])
     crossing = (f["dq_summed"] + f["wide"]) * f["stages"] * f["block_q"] * f["block_kv"]  # dS, or the weights of a wide head
     staged = f["dq_summed"] * f["dq_staged"] * 4 * f["block_q"] * f["dim_qk"]
     rest = f["stages"] * (8 * f["block_q"] + 32 + 4 + 4 * f["ordered"] + 20 * f["diagonals"]) + 16 + 16 + 8 * f["ordered"]
+    rest += f["persistent"] * (40 + 24 * f["kv_stages"])
     return 1024 * ceiling((2 * (tiles + crossing) + staged + rest) / 1024)
 
 
@@ -110,7 +131,7 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     if problem.layout == "varlen":  # what is staged can be stored where a sequence has one block alone
         return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    if largest <= 64 and facts.has_score and not problem.capture_grads:
+    if largest <= 64 and not problem.capture_grads:
         return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     if largest <= 64:
         return ((1, 224), (1, 232), (1, 240), (0, 232), (0, 224))
@@ -136,7 +157,7 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
     }  # fmt: skip
     # values that live through a step beside the sums
     heavy = not facts.score_affine or (facts.data_dependent and (facts.mask_ops > LIGHT_MASK_OPS or facts.loads_per_pair > 0)) or bool(problem.capture_grads)
-    points = []
+    points: list[dict[str, int]] = []
     for block_q in (64,) if wide else (64, 128) if heavy else (128, 64):
         halves = dq_summed and block_q == 64  # two warpgroups share the columns of dQ's 64 rows
         step = 32 if halves else 16
@@ -147,7 +168,8 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             "dq_columns": dq_columns,
         }  # fmt: skip
         for dq_staged, consumer in _splits(problem, facts):
-            points.append(derive({**common, **tile, "dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}))
+            split = {"dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}
+            points += _ways(problem, facts, target, {**common, **tile, **split})
     return points
 
 
@@ -170,6 +192,14 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     if _over_keys(problem):
         found.append(Constraint("registers of a consumer beyond its share", _consumer_registers(f, sympy.Max) - f["consumer_registers"], 0, "registers"))
         found += register_rules(f, 2)
+    undrawn = int(problem.layout == "varlen" or not (problem.dk or problem.dv) or not _dq_summed(problem))
+    drawn = f["persistent"] * (undrawn + f["wide"] + f["diagonals"] + 1 - f["dq_staged"] + f["persistent"] - 1)
+    places = (1 - f["persistent"]) * (f["kv_stages"] - 1) + sympy.Max(1 - f["kv_stages"], 0)
+    needs = "persistent needs dq_staged, dk or dv, a dense layout, head dims <= 128, no diagonals; kv_stages needs it"
+    found.append(Constraint(needs, drawn + places, 0, "fields"))
+    parts = sympy.Piecewise((2, sympy.Eq(f["block_q"] * f["dq_summed"], 64)), (1, True))
+    beside = sympy.Mod(f["block_q"], 64) + sympy.Abs(f["dq_columns"] * parts - f["dim_qk"])
+    found.append(Constraint("rows or columns of a tile that do not go together", beside, 0, "rows and columns"))
     if _dq_by_rows(problem):
         found.append(Constraint("shared memory of dq", dq_smem_bytes(f), target.smem_block_bytes, "bytes"))
     return found
@@ -193,7 +223,7 @@ def params(problem: Problem, plan: Plan) -> Sequence[tuple[str, str]]:
     counts += ["q_tiles", "kv_tiles", "section"]
     if _dq_summed(problem):
         extras.append(("int*", "progress"))
-        counts += ["sum_heads", "sum_sections", "finish_blocks"]
+        counts += ["sum_heads", "sum_sections", "finish_blocks", *(["main_blocks"] if plan.persistent else [])]
     if _joined(problem, plan):
         extras.append(("int*", "arrived"))
         counts.append("prepare_blocks")
@@ -243,6 +273,8 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
         heads = min(max(fitting, busy), max(kv_heads, 1))
         finish_blocks = ceil_div(heads * problem.group * found["q_tiles"] * plan.block_q, BOX_ROWS * THREADS // 128)
         found |= {"sum_heads": heads, "sum_sections": ceil_div(kv_heads, heads), "finish_blocks": finish_blocks}
+    if plan.persistent:
+        found["main_blocks"] = min(kv_heads * found["kv_tiles"], plan.sms) if found["q_tiles"] else 0  # without queries the caller clears all gradients
     if _joined(problem, plan):
         blocks = found["q_tiles"] * sizes.batch * sizes.heads
         found["prepare_blocks"] = blocks if blocks + _summing_blocks(plan, found) <= plan.sms else 0
@@ -256,7 +288,8 @@ def numbers(problem: Problem, plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 def _summing_blocks(plan: Plan, count: dict[str, int]) -> int:
     """Blocks over the keys of all sections, and those that only round dQ."""
-    return count["sum_sections"] * count["kv_tiles"] * count["sum_heads"] + min(count["sum_sections"], plan.sum_slots - 1) * count["finish_blocks"]
+    over_keys = count["main_blocks"] if plan.persistent else count["sum_sections"] * count["kv_tiles"] * count["sum_heads"]
+    return over_keys + min(count["sum_sections"], plan.sum_slots - 1) * count["finish_blocks"]
 
 
 def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -282,7 +315,7 @@ def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
     if _dq_summed(problem):
         heads = min(count["sum_heads"] * plan.sum_slots, sizes.batch * sizes.kv_heads) * problem.group
         found.append(Workspace("dq_sum", "float32", heads * count["q_tiles"] * plan.block_q * plan.dim_qk, zeroed=False))
-        found.append(Workspace("progress", "int32", 2 * count["sum_sections"], zeroed=False))
+        found.append(Workspace("progress", "int32", 2 * count["sum_sections"] + plan.persistent, zeroed=False))
     if _joined(problem, plan):
         found.append(arrived(count["prepare_blocks"] > 0))
     if plan.ordered:
