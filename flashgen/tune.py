@@ -30,6 +30,7 @@ from .pipeline import Executable
 from .problem import Problem
 from .progress import Bars
 from .target import Target
+from .turns import in_turn, run_for
 from .workers import Pool
 
 MOST_CANDIDATES = 24  # of a pass
@@ -319,10 +320,8 @@ Burst = Callable[[int, int], float]  # number of a plan, how many calls -> milli
 def _rounds(burst: Burst, numbers: list[int], calls: Mapping[int, int], rounds: int) -> dict[int, list[float]]:
     """Times of every plan in turn, from another one on in each round."""
     times: dict[int, list[float]] = {number: [] for number in numbers}
-    for n in range(rounds):
-        at = n % max(1, len(numbers))
-        for number in numbers[at:] + numbers[:at]:
-            times[number].append(burst(number, calls[number]))
+    for number in in_turn(numbers, rounds):
+        times[number].append(burst(number, calls[number]))
     return times
 
 
@@ -333,9 +332,7 @@ def _settled(burst: Burst, hot: Mapping[int, list[float]], calls: Mapping[int, i
     longer = {number: max(1, int(calls[number] * effort.settled_burst / effort.burst)) for number in (0, *close[: FINALISTS - 1])}
 
     def settled(number: int, calls: int) -> float:
-        until = time.perf_counter() + effort.settling
-        while time.perf_counter() < until:
-            burst(number, calls)
+        run_for(effort.settling, lambda: burst(number, calls))
         return burst(number, calls)
 
     times = _rounds(settled, list(longer), longer, effort.settled_rounds)

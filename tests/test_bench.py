@@ -9,6 +9,7 @@ from flashgen.bench import cases, peers, record
 from flashgen.bench.cases import Case
 from flashgen.bench.measure import measure
 from flashgen.bounds import BLOCK
+from flashgen.turns import in_turn, run_for
 
 SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUMENTS": (31, 7, 12)}
 
@@ -63,3 +64,13 @@ def test_what_a_mask_prepares_is_in_its_row():
     assert row["preparation"]["bytes"] == 2 * 4 * 8192 // BLOCK and 0 < row["preparation"]["ms"] < row["ms"]["flashgen"]
     assert "preparing the mask" in record.line(row)
     assert measure(Case(1, 1, 1, 64, 16, "float32", "window"), "cpu", rounds=1)["preparation"] == {}
+
+
+def test_everybody_is_first_in_some_round():
+    assert list(in_turn(["a", "b", "c"], 4)) == list("abc" "bca" "cab" "abc")
+    assert list(in_turn([], 3)) == []
+    ran = []
+    run_for(0.0, lambda: ran.append(1))
+    assert not ran
+    run_for(0.01, lambda: ran.append(1))
+    assert ran

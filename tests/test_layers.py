@@ -22,7 +22,7 @@ LAYERS = (
     {"analysis", "bounds", "score_bounds", "diagonals", "rewrite", "interval", "derivative", "ranges", "families", "plan", "traffic"},
     {"printer", "hooks", "abi", "emit"},
     {"build", "cache", "records", "pipeline", "workers"},
-    {"launch", "bound", "workspaces", "tensor_map", "measured", "progress", "tune"},
+    {"launch", "bound", "workspaces", "tensor_map", "measured", "progress", "turns", "tune"},
     {
         "reference", "evaluate", "calls", "passes", "runs", "ops", "repeat", "tables", "kernel", "explain", "autotuner", "plot", "dynamo", "closures",
         "block_mask", "flex", "hf", "bench", "generated", "info", "__init__", "__main__",

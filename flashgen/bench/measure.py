@@ -15,6 +15,7 @@ import torch
 import flashgen
 
 from ..passes import forward_pass
+from ..turns import in_turn, run_for
 from .cases import Case
 from .peers import peers
 
@@ -75,17 +76,12 @@ def _time_ms(steps: list[Step], device: str, calls: int) -> float:
 
 def _settle(steps: list[Step], device: str, calls: int) -> None:
     """Run without timing until the clock is the kernel's own."""
-    until = time.perf_counter() + SETTLING_SECONDS[device]
-    while time.perf_counter() < until:
-        _time_ms(steps, device, calls)
+    run_for(SETTLING_SECONDS[device], lambda: _time_ms(steps, device, calls))
 
 
 def _load(ready: Sequence[tuple[list[Step], int]], device: str) -> None:
     """Run all in turn until a chip that comes from rest has got used to the load."""
-    until = time.perf_counter() + LOAD_SECONDS[device]
-    while time.perf_counter() < until:
-        for steps, calls in ready:
-            _time_ms(steps, device, calls)
+    run_for(LOAD_SECONDS[device], lambda: [_time_ms(steps, device, calls) for steps, calls in ready])
 
 
 def _preparation(case: Case, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
@@ -125,13 +121,10 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
                 continue
             ready[name] = (steps, max(3, min(200, int(TARGET_SECONDS[device] * 1e3 / max(once, 1e-3)))))
         _load(list(ready.values()), device)
-        names = list(ready)
-        for n in range(rounds):
-            first = n % len(names)
-            for name in names[first:] + names[:first]:  # from another one on in each round: what comes first is slow if any swing is left
-                steps, calls = ready[name]
-                _settle(steps, device, calls)
-                times.setdefault(name, []).append(_time_ms(steps, device, calls))
+        for name in in_turn(list(ready), rounds):  # what comes first is slow if any swing is left
+            steps, calls = ready[name]
+            _settle(steps, device, calls)
+            times.setdefault(name, []).append(_time_ms(steps, device, calls))
     medians = {name: statistics.median(t) for name, t in times.items()}
     flops = case.flops() * FORWARDS[what]
     return {

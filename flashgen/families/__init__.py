@@ -127,4 +127,5 @@ def choose(problem: Problem, target: Target, forced: str | None = None, fields: 
             return name, passed
         passed[name] = reasons
     against = "; ".join(reason for found in passed.values() for reason in found)
-    raise VariantError(f"no kernel family serves this call: {against}. Choose another dtype, head_dim or target; cpu computes every dtype.")
+    remedy = "Leave family out, or choose" if forced and len(ORDER[target.kind]) > 1 else "Choose"
+    raise VariantError(f"no kernel family serves this call: {against}. {remedy} another dtype, head_dim or target; cpu computes every dtype.")

@@ -167,9 +167,11 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             "block_q": block_q, "dim_qk": dim_qk, "dim_v": dim_v, "columns_qk": block_columns(dq_columns), "columns_v": block_columns(dim_v),
             "dq_columns": dq_columns,
         }  # fmt: skip
-        for dq_staged, consumer in _splits(problem, facts):
+        splits = _splits(problem, facts)
+        both = next((split for split in splits if split[0]), None)  # the first one that can draw: both ways of one split are enough to tune
+        for dq_staged, consumer in splits:
             split = {"dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}
-            points += _ways(problem, facts, target, {**common, **tile, **split})
+            points += _ways(problem, facts, target, {**common, **tile, **split})[: 2 if (dq_staged, consumer) == both else 1]
     return points
 
 
