@@ -27,10 +27,11 @@ constexpr int DQ_COLUMNS = 64;
 constexpr int DQ_REGISTERS = 32;
 constexpr int DQ_SCORE_REGISTERS = 32;
 constexpr int DQ_SMEM_BYTES = 115712;
-constexpr int DQ_STAGED = 0;
+constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
 constexpr int KV_STAGES = 1;
+constexpr int LATE = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
@@ -38,7 +39,7 @@ constexpr int PERSISTENT = 0;
 constexpr int PRODUCER_REGISTERS = 56;
 constexpr int SCORE_REGISTERS = 32;
 constexpr int SECTION_BYTES = 41943040;
-constexpr int SMEM_BYTES = 165888;
+constexpr int SMEM_BYTES = 198656;
 constexpr int SMS = 132;
 constexpr int STAGES = 2;
 constexpr int SUM_BYTES = 16777216;
@@ -377,7 +378,9 @@ __device__ __forceinline__ int head_of(int described) { return described / 4 % G
 __device__ __forceinline__ int tile_of(int described) { return described / 4 / GROUP; }
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
-// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum,
+// its third one waits for sums of an earlier section, and clears them when the consumers have rounded them. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// A tile's dQ is computed in the next step, and the second consumer warpgroup begins half a step after the first one: while one exponentiates, the other one multiplies.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
 //   s[4 j + 2 r + e]   score of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4: wgmma's accumulator of S^T; then the
@@ -394,15 +397,22 @@ constexpr int THREADS = 384;
 constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a thread
 constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
 constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
+constexpr int TURN_BARRIER = 8, ROUNDED_BARRIER = 9;         // of the consumers and the warp that waits for sums of dQ, and says that they are rounded
+constexpr int LEAD_BARRIER = 0;                              // of the consumers, once in a walk
+// Two for each consumer warpgroup, used by turns: the other one's dS is there, and it no longer reads that of the tile before. What is between the warpgroups' first ones:
+constexpr int CROSS_BARRIER = 12, CROSS_APART = 2;
+constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
   T v[BLOCK_KV * DIM_V];   // at the end dV
   T q[STAGES][BLOCK_Q * DIM_QK];
   T dout[STAGES][BLOCK_Q * DIM_V];
   T ds[STAGES][BLOCK_Q * BLOCK_KV];  // a warpgroup's keys are one block of columns
+  float dq[BLOCK_Q * DIM_QK];
   float statistics[STAGES][2][BLOCK_Q];
   fg::Barrier k_full, v_full, q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
   int tiles[STAGES];  // see describe
+  int dq_tiles[2];  // which tile's a warpgroup's part of dq is, see describe; < 0: there is none at all
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiler and kernel disagree");
 
@@ -450,12 +460,20 @@ __device__ __forceinline__ void round_dq(const Params& p, float* from, int b, in
 // Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
 // rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
 // complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
-// (`progress[sum_sections + section]` counts warpgroups).
+// (`progress[sum_sections + section]` counts blocks).
 constexpr int LAG = SUM_SLOTS - 1;
 __device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
 // How many parts of a section each block over the keys of a later one rounds, where these have that many heads.
 __device__ __forceinline__ int share_of(const Params& p, int section, int heads) { return (parts_of(p, section) + heads * p.kv_tiles - 1) / (heads * p.kv_tiles); }
+// Zeros where sums lay, parts begin to end - 1, by one warp.
+__device__ __forceinline__ void clear_parts(const Params& p, int section, int begin, int end) {
+  constexpr int EACH = 64 * DIM_QK / 4;
+  float4* const sums = reinterpret_cast<float4*>(dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP, 0)) + (long long)begin * EACH;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < (end - begin) * EACH; i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
 // dQ of a part of a section.
 __device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
   const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
@@ -564,6 +582,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         smem.tiles[0] = found;
         fg::barrier_arrive(smem.q_full[0]);
       }
+    } else if (warp == 1) {
+      constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
+      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, p.kv_tiles * heads_of(p, section - 1));
+      __syncwarp();
+      fg::group_arrive(DQ_FREE, 160);
+      fg::group_arrive(DQ_FREE + 1, 160);
+#pragma unroll 1
+      while (true) {
+        int described;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          fg::group_sync(DQ_READY + half, 160);
+          described = fg::shared_int(smem.dq_tiles[half]);
+          if (lane == 0 && described >= 0) {
+            float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + half * PART;
+            fg::bulk_add(to, smem.dq + half * PART, PART * sizeof(float));
+            fg::tma_store_commit();
+          }
+        }
+        const bool last = fg::uniform(described < 0 || described & LAST_TILE);
+        if (!last) {
+          if (lane == 0) fg::bulk_wait_read<1>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE, 160);
+          if (lane == 0) fg::bulk_wait_read<0>();
+          __syncwarp();
+          fg::group_arrive(DQ_FREE + 1, 160);
+        }
+        if (last) break;
+      }
+      if (lane == 0) {
+        fg::tma_store_wait();  // all that this block adds is in the sums
+        fg::end_turn(p.progress + section);
+      }
+    } else if (warp == 2) {
+      if (section >= LAG) {
+        const int before = section - LAG;
+        if (lane == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
+        __syncwarp();
+        fg::group_arrive(TURN_BARRIER, 288);
+        fg::group_sync(ROUNDED_BARRIER, 288);
+        if (before + SUM_SLOTS < p.sum_sections) {
+          const int share = share_of(p, before, here);
+          clear_parts(p, before, index * share, min((index + 1) * share, parts_of(p, before)));
+        }
+        __syncwarp();
+        if (lane == 0) fg::end_turn(p.progress + p.sum_sections + before);
+        __syncwarp();
+      }
     }
     return;
   }
@@ -594,36 +661,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   Uniform u = uniform(p, lens, b, kv_head * GROUP);
   if (section >= LAG) {  // while keys and queries are on their way
     const int before = section - LAG, share = share_of(p, before, here), end = min((index + 1) * share, parts_of(p, before));
-    if (threadIdx.x % 128 == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
-    fg::group_sync(OWN_BARRIER + group, 128);
+    fg::group_sync(TURN_BARRIER, 288);
 #pragma unroll 1
-    for (int part = index * share + group; part < end; part += 2) round_part(p, before, part, before + SUM_SLOTS < p.sum_sections);
-    fg::group_sync(OWN_BARRIER + group, 128);
-    if (threadIdx.x % 128 == 0) {
-      fg::end_turn(p.progress + p.sum_sections + before);
-      if (section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, 2 * p.kv_tiles * heads_of(p, section - 1));
-    }
-    fg::group_sync(OWN_BARRIER + group, 128);
+    for (int part = index * share + group; part < end; part += 2) round_part(p, before, part, false);
+    __syncwarp();
+    fg::group_arrive(ROUNDED_BARRIER, 288);
   }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
-  // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.
-  auto start_dq = [&](float (&dq)[DQ_REGISTERS]) {
+  // dQ of the tile whose dS is in a slot, once both warpgroups' are there; and its way to the sum.
+  auto start_dq = [&](float (&dq)[DQ_REGISTERS], int slot) {
     fg::keep(dq);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 16; ++i)
-      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
+      multiply_dq(dq, fg::descriptor<64>(ds_low + slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
     fg::wgmma_commit();
   };
-  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
-    const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
-    float* const to = dq_sum_tile(p, place + head_of(described), tile_of(described)) + group * (BLOCK_Q * DIM_QK / 2) + thread % 128 * 4;
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread, int described) {
+    fg::group_sync(DQ_FREE + group, 160);
+    float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
 #pragma unroll
-    for (int i = 0; i < DQ_REGISTERS; i += 4) fg::reduce_add_4(to + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    for (int i = 0; i < DQ_REGISTERS; i += 4) to[i * 32] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    if (thread % 128 == 0) smem.dq_tiles[group] = described;
+    fg::async_proxy_fence();
+    fg::group_arrive(DQ_READY + group, 160);
   };
   fg::barrier_wait(smem.q_full[0], 0);
   bool more = fg::uniform(fg::shared_int(smem.tiles[0]) >= 0);
+  if (!more) {
+    fg::group_sync(DQ_FREE + group, 160);
+    if (threadIdx.x % 128 == 0) smem.dq_tiles[group] = -1;
+    __syncwarp();
+    fg::group_arrive(DQ_READY + group, 160);
+  }
+  int before = -1;  // the tile before: dQ is that one's, so that no warpgroup waits for what the other one has just begun
+  if (more && group == 1) fg::group_sync(LEAD_BARRIER, 256);
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -701,6 +774,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         }
     };
     if (is_partial) hide();
+    if (group == 0 && before < 0) fg::group_arrive(LEAD_BARRIER, 256);  // half a step ahead from here on
     unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
@@ -711,6 +785,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     unsigned thread = threadIdx.x;
     if (BLOCK_Q == 64) fg::opaque(thread);  // where registers are short, what follows from it is computed anew in every step
     const int staged_row = thread % 32 / 16 * 8 + thread % 8, staged_chunk = thread / 8 % 2 + thread / 32 % 4 * 2;
+    if (fg::uniform(before >= 0)) fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
     const unsigned staged = fg::shared_address(smem.ds[ring.slot]) + fg::chunk_offset<64, BLOCK_Q>(staged_row, group * 8 + staged_chunk);
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)  // 16 rows on, the swizzle is the same
@@ -721,10 +796,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     for (int i = 0; i < BLOCK_Q / 16; ++i)
       add_dv(dv, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3], fg::descriptor<COLUMNS_V>(dout_down + ring.slot * DOUT_SLOT) + fg::step_down<COLUMNS_V>(i));
     fg::wgmma_commit();
-    fg::async_proxy_fence();
-    fg::group_sync(BOTH_BARRIER, 256);  // both warpgroups' dS are there
     float dq[DQ_REGISTERS];
-    start_dq(dq);
+    start_dq(dq, ring.slot ^ 1);  // of the tile before; in the first step of what happens to be there, for a branch would serialize the products
+    fg::async_proxy_fence();
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
@@ -736,16 +810,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    add_dq(dq, thread);
-    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
+    fg::group_arrive(CROSS_BARRIER + (group ^ 1) * CROSS_APART + ring.slot, 256);
+    if (fg::uniform(before >= 0)) add_dq(dq, thread, before);
+    before = fg::shared_int(smem.tiles[ring.slot]);
+    more = fg::uniform(!(before & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  __threadfence();  // all that this block adds is in the sums
-  fg::group_sync(BOTH_BARRIER, 256);
-  if (threadIdx.x == 128) fg::end_turn(p.progress + section);
+  if (fg::uniform(before >= 0)) {
+    fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
+    float dq[DQ_REGISTERS];
+    start_dq(dq, ring.slot ^ 1);
+    fg::wgmma_wait<0>();
+    fg::keep(dq);
+    add_dq(dq, threadIdx.x, before);
+  }
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);
 #pragma unroll

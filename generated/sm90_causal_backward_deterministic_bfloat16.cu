@@ -31,6 +31,7 @@ constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
 constexpr int KV_STAGES = 1;
+constexpr int LATE = 0;
 constexpr int LISTED = 1;
 constexpr int ORDERED = 1;
 constexpr int OVERLAP = 1;
@@ -704,17 +705,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
-  // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.
-  auto start_dq = [&](float (&dq)[DQ_REGISTERS]) {
+  // dQ of the tile whose dS is in a slot, once both warpgroups' are there; and its way to the sum.
+  auto start_dq = [&](float (&dq)[DQ_REGISTERS], int slot) {
     fg::keep(dq);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 16; ++i)
-      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
+      multiply_dq(dq, fg::descriptor<64>(ds_low + slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
     fg::wgmma_commit();
   };
-  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
-    const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread, int described) {
     fg::group_sync(DQ_FREE + group, 160);
     float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
 #pragma unroll
@@ -831,10 +831,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     for (int i = 0; i < BLOCK_Q / 16; ++i)
       add_dv(dv, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3], fg::descriptor<COLUMNS_V>(dout_down + ring.slot * DOUT_SLOT) + fg::step_down<COLUMNS_V>(i));
     fg::wgmma_commit();
+    float dq[DQ_REGISTERS];
     fg::async_proxy_fence();
     fg::group_sync(BOTH_BARRIER, 256);  // both warpgroups' dS are there
-    float dq[DQ_REGISTERS];
-    start_dq(dq);
+    start_dq(dq, ring.slot);
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
@@ -846,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    add_dq(dq, thread);
+    add_dq(dq, thread, fg::shared_int(smem.tiles[ring.slot]));  // again, which saves registers
     more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);

@@ -32,6 +32,7 @@ constexpr int DQ_STAGED = 1;
 constexpr int DQ_SUMMED = 1;
 constexpr int DV_REGISTERS = 64;
 constexpr int KV_STAGES = 1;
+constexpr int LATE = 1;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 1;
@@ -397,6 +398,7 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum,
 // its third one waits for sums of an earlier section, and clears them when the consumers have rounded them. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// A tile's dQ is computed in the next step, and the second consumer warpgroup begins half a step after the first one: while one exponentiates, the other one multiplies.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
 //   s[4 j + 2 r + e]   score of key r * 8 + g of the warp's 16 and query 8 j + 2 c + e, with g = lane / 4, c = lane % 4: wgmma's accumulator of S^T; then the
@@ -414,6 +416,9 @@ constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a t
 constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
 constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
 constexpr int TURN_BARRIER = 8, ROUNDED_BARRIER = 9;         // of the consumers and the warp that waits for sums of dQ, and says that they are rounded
+constexpr int LEAD_BARRIER = 0;                              // of the consumers, once in a walk
+// Two for each consumer warpgroup, used by turns: the other one's dS is there, and it no longer reads that of the tile before. What is between the warpgroups' first ones:
+constexpr int CROSS_BARRIER = 12, CROSS_APART = 2;
 constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
 struct alignas(1024) Smem {
   T k[BLOCK_KV * DIM_QK];  // at the end dK
@@ -690,17 +695,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
   }
   fg::barrier_wait(smem.k_full, 0);
   fg::barrier_wait(smem.v_full, 0);
-  // dQ of the tile in the ring's slot, once both warpgroups' dS are there; and its way to the sum.
-  auto start_dq = [&](float (&dq)[DQ_REGISTERS]) {
+  // dQ of the tile whose dS is in a slot, once both warpgroups' are there; and its way to the sum.
+  auto start_dq = [&](float (&dq)[DQ_REGISTERS], int slot) {
     fg::keep(dq);
     fg::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 16; ++i)
-      multiply_dq(dq, fg::descriptor<64>(ds_low + ring.slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
+      multiply_dq(dq, fg::descriptor<64>(ds_low + slot * DS_SLOT) + fg::step_across<64, BLOCK_Q>(i), fg::descriptor<COLUMNS_QK>(k_down) + fg::step_down<COLUMNS_QK>(i), i != 0);
     fg::wgmma_commit();
   };
-  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread) {
-    const int described = fg::shared_int(smem.tiles[ring.slot]);  // again, which saves a register
+  auto add_dq = [&](const float (&dq)[DQ_REGISTERS], unsigned thread, int described) {
     fg::group_sync(DQ_FREE + group, 160);
     float4* const to = reinterpret_cast<float4*>(smem.dq) + group * (DQ_REGISTERS * 32) + thread % 128;
 #pragma unroll
@@ -717,6 +721,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     __syncwarp();
     fg::group_arrive(DQ_READY + group, 160);
   }
+  int before = -1;  // the tile before: dQ is that one's, so that no warpgroup waits for what the other one has just begun
+  if (more && group == 1) fg::group_sync(LEAD_BARRIER, 256);
 #pragma unroll 1
   while (more) {
     fg::barrier_wait(smem.q_full[ring.slot], ring.parity);
@@ -798,6 +804,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         }
     };
     if (is_partial) hide();
+    if (group == 0 && before < 0) fg::group_arrive(LEAD_BARRIER, 256);  // half a step ahead from here on
     unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
@@ -808,6 +815,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     unsigned thread = threadIdx.x;
     if (BLOCK_Q == 64) fg::opaque(thread);  // where registers are short, what follows from it is computed anew in every step
     const int staged_row = thread % 32 / 16 * 8 + thread % 8, staged_chunk = thread / 8 % 2 + thread / 32 % 4 * 2;
+    if (fg::uniform(before >= 0)) fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
     const unsigned staged = fg::shared_address(smem.ds[ring.slot]) + fg::chunk_offset<64, BLOCK_Q>(staged_row, group * 8 + staged_chunk);
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)  // 16 rows on, the swizzle is the same
@@ -818,10 +826,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     for (int i = 0; i < BLOCK_Q / 16; ++i)
       add_dv(dv, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3], fg::descriptor<COLUMNS_V>(dout_down + ring.slot * DOUT_SLOT) + fg::step_down<COLUMNS_V>(i));
     fg::wgmma_commit();
-    fg::async_proxy_fence();
-    fg::group_sync(BOTH_BARRIER, 256);  // both warpgroups' dS are there
     float dq[DQ_REGISTERS];
-    start_dq(dq);
+    start_dq(dq, ring.slot ^ 1);  // of the tile before; in the first step of what happens to be there, for a branch would serialize the products
+    fg::async_proxy_fence();
     fg::wgmma_wait<1>();
     fg::keep(dv);
     release(smem.dout_empty[ring.slot]);
@@ -833,12 +840,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_commit();
     fg::wgmma_wait<1>();
     fg::keep(dq);
-    add_dq(dq, thread);
-    more = fg::uniform(!(fg::shared_int(smem.tiles[ring.slot]) & LAST_TILE));
+    fg::group_arrive(CROSS_BARRIER + (group ^ 1) * CROSS_APART + ring.slot, 256);
+    if (fg::uniform(before >= 0)) add_dq(dq, thread, before);
+    before = fg::shared_int(smem.tiles[ring.slot]);
+    more = fg::uniform(!(before & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
     release(smem.q_empty[ring.slot]);
     ring.advance();
+  }
+  if (fg::uniform(before >= 0)) {
+    fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
+    float dq[DQ_REGISTERS];
+    start_dq(dq, ring.slot ^ 1);
+    fg::wgmma_wait<0>();
+    fg::keep(dq);
+    add_dq(dq, threadIdx.x, before);
   }
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);

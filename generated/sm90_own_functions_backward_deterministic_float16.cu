@@ -32,6 +32,7 @@ constexpr int DQ_STAGED = 0;
 constexpr int DQ_SUMMED = 0;
 constexpr int DV_REGISTERS = 32;
 constexpr int KV_STAGES = 1;
+constexpr int LATE = 0;
 constexpr int LISTED = 0;
 constexpr int ORDERED = 0;
 constexpr int OVERLAP = 0;

@@ -189,3 +189,23 @@ def test_a_learned_table_along_diagonals():
     variant = fg.Variant(mask=fg.causal, score=fg.relative_bias(table))
     diagonals, pairs = (torch.autograd.grad(fg.compile(variant, deterministic=d)(q, k, v), table, dout.detach())[0] for d in (False, True))
     assert (diagonals - pairs).norm() <= 4e-3 * pairs.norm()
+
+
+WAYS = {
+    "first": {}, "dq in the same step": {"late": 0}, "keys are drawn": {"persistent": 1}, "a block for each keys": {"persistent": 0, "kv_stages": 1},
+    "dq from registers": {"dq_staged": 0, "persistent": 0, "kv_stages": 1},
+}  # fmt: skip
+LONG = {"full": fg.Variant(), "capped": fg.Variant(mask=fg.causal, score=fg.softcap(5.0)), "window": fg.Variant(mask=WINDOW)}
+
+
+@HOPPER
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", LONG)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_a_long_backward_in_every_way(dim, variant, way):
+    """Beside float64; the lengths are those of which plans are chosen that compute dQ a step later."""
+    q, k, v, dout = (torch.randn(1, heads, length, dim, device="cuda").bfloat16() for heads, length in ((4, 1290), (2, 1210), (2, 1210), (4, 1290)))
+    inputs, exact = ([t.to(dtype).requires_grad_() for t in (q, k, v)] for dtype in (torch.bfloat16, torch.float64))
+    found = torch.autograd.grad(fg.compile(LONG[variant], family="sm90", plan=WAYS[way])(*inputs), inputs, dout)
+    for gradient, wanted in zip(found, torch.autograd.grad(reference(LONG[variant], *exact)[0], exact, dout.double())):
+        assert (gradient - wanted).norm() <= 2**-7 * wanted.norm()

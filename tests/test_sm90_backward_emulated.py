@@ -64,6 +64,11 @@ CASES = (
     Case("full"),
     Case("full, 128", head_dim=(128, 128), lengths=(130, 200)),
     Case("added from registers", plan=FROM_REGISTERS),
+    Case("dq in the same step", CAUSAL, heads=(4, 4), plan={"late": 0, "sum_bytes": 1, "sms": 1}),
+    Case("dq in the same step, 128", CAUSAL, (128, 128), (4, 2), (150, 280), plan={"late": 0, "dq_staged": 1, "persistent": 0, "kv_stages": 1}),
+    Case("dq in the same step, from registers", CAUSAL, heads=(3, 3), plan={"late": 0, **FROM_REGISTERS}),
+    Case("dq and dv alone", CAUSAL, heads=(4, 4), lengths=(300, 300), plan={"sms": 1, "persistent": 1}, wanted=("dq", "dv")),
+    Case("deterministic, dq in the same step", CAUSAL, heads=(4, 2), lengths=(300, 400), deterministic=True, plan={"late": 0, "sms": 2, "sum_bytes": 1}),
     Case("causal, grouped heads", CAUSAL, (128, 128), heads=(4, 2), lengths=(150, 150)),
     Case("one head's sum of dq after the other", CAUSAL, heads=(4, 4), plan={"sum_bytes": 1, "sms": 1}),
     Case("sums of dq from registers", CAUSAL, heads=(3, 3), plan={"sum_bytes": 1, "sms": 1, **FROM_REGISTERS}),
@@ -141,8 +146,7 @@ CASES = (
 
 
 def built(case: Case, form: Any, problem: Problem, folder: Path) -> tuple[ctypes.CDLL, Plan]:
-    first = next(c.plan for c in candidates(analyze(form), problem, HOPPER, "sm90") if not c.rejected)
-    plan = Plan("sm90", "backward", tuple(sorted(sm90_backward.derive({**first.as_dict(), **case.plan}).items())))
+    plan = next(c.plan for c in candidates(analyze(form), problem, HOPPER, "sm90", case.plan) if not c.rejected)
     text = emit.emit(emit.Spec(form, problem, plan, HOPPER)).text
     text = text[: text.index("// d (64 x")] + text[text.index("struct Params") :]  # without the wgmma wrappers
     text = text.replace('#include "fg/math.cuh"', '#include "fg/math.h"').replace('#include "fg/sm90/ptx.cuh"\n', "")

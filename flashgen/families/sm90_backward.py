@@ -75,19 +75,33 @@ def _persistent(problem: Problem, facts: Facts) -> bool:
     return _dq_summed(problem) and (problem.dk or problem.dv) and problem.layout == "dense" and not _wide(problem) and not _diagonals(problem, facts)
 
 
+def _late(problem: Problem) -> bool:
+    """A tile's dQ is worth computing a step later: where walks over queries are long, and no block waits for another one's."""
+    dense = problem.layout == "dense" and not problem.deterministic
+    return problem.size == "long" and dense and _dq_summed(problem) and not _wide(problem) and not problem.capture_grads
+
+
 def _ways(problem: Problem, facts: Facts, target: Target, point: dict[str, int]) -> list[dict[str, int]]:
-    """The plans of a point: a block for each tile of keys, or one that draws them, which hides what is between two tiles. That wins where these are short,
-    and for narrow heads, whose next keys have a place of their own; else the loop over queries loses as much."""
-    alone = derive({**point, "persistent": 0, "kv_stages": 1})
-    if not (_persistent(problem, facts) and point["dq_staged"]):
-        return [alone]
-    largest = max(problem.head_dim_qk, problem.head_dim_v)
-    drawing = derive({**point, "persistent": 1, "kv_stages": 2 if largest <= 64 else 1})
-    if drawing["smem_bytes"] > target.smem_block_bytes:
-        drawing = derive({**drawing, "kv_stages": 1})
-    # There may be no registers for what a producer does besides.
-    crowded = facts.loads_per_pair > 0 or (largest > 96 and facts.data_dependent) or point["consumer_registers"] > 232
-    return [drawing, alone] if (largest <= 96 or problem.size == "short") and not crowded else [alone, drawing]
+    """The plans of a point, best guess first: who has which keys, and when dQ is computed.
+
+    A block for each tile of keys, or one that draws them, which hides what is between two tiles. That wins where these are short, and for narrow heads, whose
+    next keys have a place of their own; else the loop over queries loses as much. A tile's dQ a step later, with the warpgroups half a step apart, wins where
+    there are many steps: it costs one more.
+    """
+    late = int(_late(problem))
+    alone = {**point, "late": late, "persistent": 0, "kv_stages": 1}
+    found = [alone]
+    if _persistent(problem, facts) and point["dq_staged"]:
+        largest = max(problem.head_dim_qk, problem.head_dim_v)
+        drawing = {**alone, "persistent": 1, "kv_stages": 2 if largest <= 64 else 1}
+        if derive(drawing)["smem_bytes"] > target.smem_block_bytes:
+            drawing["kv_stages"] = 1
+        # There may be no registers for what a producer does besides.
+        crowded = facts.loads_per_pair > 0 or (largest > 96 and facts.data_dependent) or point["consumer_registers"] > 232
+        found = [drawing, alone] if (largest <= 96 or problem.size == "short") and not crowded else [alone, drawing]
+    if late:
+        found.append({**found[0], "late": 0})
+    return [derive(plan) for plan in found]
 
 
 def _over_keys(problem: Problem) -> bool:
@@ -131,15 +145,19 @@ def _splits(problem: Problem, facts: Facts) -> tuple[tuple[int, int], ...]:
     if problem.layout == "varlen":  # what is staged can be stored where a sequence has one block alone
         return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     largest = max(problem.head_dim_qk, problem.head_dim_v)
+    if largest <= 64 and facts.loads_per_pair > 0 and not problem.capture_grads:
+        return ((1, 240), (1, 232), (1, 224), (0, 232), (0, 224))
     if largest <= 64 and not problem.capture_grads:
         return ((1, 232), (1, 224), (1, 240), (0, 232), (0, 224))
     if largest <= 64:
         return ((1, 224), (1, 232), (1, 240), (0, 232), (0, 224))
+    if _late(problem) and not facts.score_affine:
+        return ((1, 224), (0, 232), (1, 240), (0, 224), (1, 232))
     if not facts.score_affine or problem.capture_grads:
         return ((0, 232), (1, 224), (1, 240), (0, 224), (1, 232))
     if largest <= 96 or problem.size == "short" or facts.ranges > 1:
         return ((1, 224), (1, 240), (0, 224), (0, 232), (1, 232))
-    return ((0, 224), (1, 224), (0, 232), (1, 240), (1, 232))  # at 128, causal: 3 to 8% faster than the last
+    return ((1, 224), (0, 224), (0, 232), (1, 240), (1, 232))
 
 
 def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, int]]:
@@ -168,10 +186,10 @@ def lattice(problem: Problem, facts: Facts, target: Target) -> list[dict[str, in
             "dq_columns": dq_columns,
         }  # fmt: skip
         splits = _splits(problem, facts)
-        both = next((split for split in splits if split[0]), None)  # the first one that can draw: both ways of one split are enough to tune
+        whole = next((split for split in splits if split[0]), splits[0])  # the first one that can draw: all ways of one split are enough to tune
         for dq_staged, consumer in splits:
             split = {"dq_staged": dq_staged, "consumer_registers": consumer, "producer_registers": REGISTERS[consumer]}
-            points += _ways(problem, facts, target, {**common, **tile, **split})[: 2 if (dq_staged, consumer) == both else 1]
+            points += _ways(problem, facts, target, {**common, **tile, **split})[: None if (dq_staged, consumer) == whole else 1]
     return points
 
 
@@ -199,6 +217,8 @@ def constraints(problem: Problem, target: Target) -> list[Constraint]:
     places = (1 - f["persistent"]) * (f["kv_stages"] - 1) + sympy.Max(1 - f["kv_stages"], 0)
     needs = "persistent needs dq_staged, dk or dv, a dense layout, head dims <= 128, no diagonals; kv_stages needs it"
     found.append(Constraint(needs, drawn + places, 0, "fields"))
+    later = f["late"] * (1 - f["dq_summed"] + f["wide"] + f["diagonals"] + f["ordered"] + f["late"] - 1)
+    found.append(Constraint("late needs a sum of dq in any order, head dims <= 128, no diagonals", later, 0, "fields"))
     parts = sympy.Piecewise((2, sympy.Eq(f["block_q"] * f["dq_summed"], 64)), (1, True))
     beside = sympy.Mod(f["block_q"], 64) + sympy.Abs(f["dq_columns"] * parts - f["dim_qk"])
     found.append(Constraint("rows or columns of a tile that do not go together", beside, 0, "rows and columns"))
