@@ -416,7 +416,7 @@ constexpr int SCORES = SCORE_REGISTERS, PAIRS = SCORES / 2;  // registers of a t
 constexpr int BOTH_BARRIER = 1;                              // named barriers: of the consumers
 constexpr int OWN_BARRIER = 2;                               // of a consumer warpgroup each (2, 3)
 constexpr int TURN_BARRIER = 8, ROUNDED_BARRIER = 9;         // of the consumers and the warp that waits for sums of dQ, and says that they are rounded
-constexpr int LEAD_BARRIER = 0;                              // of the consumers, once in a walk
+constexpr int LEAD_BARRIER = 0;                              // of the consumers, once in a walk; nobody calls __syncthreads any more
 // Two for each consumer warpgroup, used by turns: the other one's dS is there, and it no longer reads that of the tile before. What is between the warpgroups' first ones:
 constexpr int CROSS_BARRIER = 12, CROSS_APART = 2;
 constexpr int DQ_READY = 4, DQ_FREE = 6;                     // one for each warpgroup's part of the staged dQ, with the warp that adds it to the sum
@@ -721,7 +721,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     __syncwarp();
     fg::group_arrive(DQ_READY + group, 160);
   }
-  int before = -1;  // the tile before: dQ is that one's, so that no warpgroup waits for what the other one has just begun
+  int tile_before = -1;  // dQ is that one's, so that no warpgroup waits for what the other one has just begun
   if (more && group == 1) fg::group_sync(LEAD_BARRIER, 256);
 #pragma unroll 1
   while (more) {
@@ -804,7 +804,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         }
     };
     if (is_partial) hide();
-    if (group == 0 && before < 0) fg::group_arrive(LEAD_BARRIER, 256);  // half a step ahead from here on
+    if (group == 0 && tile_before < 0) fg::group_arrive(LEAD_BARRIER, 256);  // half a step ahead from here on
     unsigned weights[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) weights[i] = fg::pack<T>(s[2 * i], s[2 * i + 1]);
@@ -815,7 +815,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     unsigned thread = threadIdx.x;
     if (BLOCK_Q == 64) fg::opaque(thread);  // where registers are short, what follows from it is computed anew in every step
     const int staged_row = thread % 32 / 16 * 8 + thread % 8, staged_chunk = thread / 8 % 2 + thread / 32 % 4 * 2;
-    if (fg::uniform(before >= 0)) fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
+    if (fg::uniform(tile_before >= 0)) fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
     const unsigned staged = fg::shared_address(smem.ds[ring.slot]) + fg::chunk_offset<64, BLOCK_Q>(staged_row, group * 8 + staged_chunk);
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i)  // 16 rows on, the swizzle is the same
@@ -827,7 +827,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       add_dv(dv, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3], fg::descriptor<COLUMNS_V>(dout_down + ring.slot * DOUT_SLOT) + fg::step_down<COLUMNS_V>(i));
     fg::wgmma_commit();
     float dq[DQ_REGISTERS];
-    start_dq(dq, ring.slot ^ 1);  // of the tile before; in the first step of what happens to be there, for a branch would serialize the products
+    start_dq(dq, ring.slot ^ 1);  // in the first step of what happens to be there, and for nobody: a branch would serialize the products
     fg::async_proxy_fence();
     fg::wgmma_wait<1>();
     fg::keep(dv);
@@ -841,21 +841,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
     fg::wgmma_wait<1>();
     fg::keep(dq);
     fg::group_arrive(CROSS_BARRIER + (group ^ 1) * CROSS_APART + ring.slot, 256);
-    if (fg::uniform(before >= 0)) add_dq(dq, thread, before);
-    before = fg::shared_int(smem.tiles[ring.slot]);
-    more = fg::uniform(!(before & LAST_TILE));
+    if (fg::uniform(tile_before >= 0)) add_dq(dq, thread, tile_before);
+    tile_before = fg::shared_int(smem.tiles[ring.slot]);
+    more = fg::uniform(!(tile_before & LAST_TILE));
     fg::wgmma_wait<0>();
     fg::keep(dk);
     release(smem.q_empty[ring.slot]);
     ring.advance();
   }
-  if (fg::uniform(before >= 0)) {
+  if (fg::uniform(tile_before >= 0)) {
     fg::group_sync(CROSS_BARRIER + group * CROSS_APART + (ring.slot ^ 1), 256);
     float dq[DQ_REGISTERS];
     start_dq(dq, ring.slot ^ 1);
     fg::wgmma_wait<0>();
     fg::keep(dq);
-    add_dq(dq, threadIdx.x, before);
+    add_dq(dq, threadIdx.x, tile_before);
   }
   // Through shared memory, over rows that only this warpgroup reads; TMA leaves out what lies past the tensor. Keys past kv_len have zero gradients.
   const unsigned staged_dv = fg::shared_address(smem.v);

@@ -87,6 +87,20 @@ def test_a_backward_that_draws_its_keys_needs_what_it_is_made_of(wrong):
             plan(FACTS, other, target, "sm90", {"persistent": 1})
 
 
+def test_dq_a_step_later_is_for_long_dense_problems_and_two_stages():
+    target, long = targets.parse("sm90a"), Problem("bfloat16", 128, 128, which="backward")
+    assert plan(FACTS, long, target, "sm90").late == 1
+    for other in (replace(long, size="short"), replace(long, layout="varlen"), replace(long, dropout=True)):
+        assert plan(FACTS, other, target, "sm90").late == 0
+    for other in (replace(long, deterministic=True), replace(long, dk=False, dv=False), Problem("bfloat16", 256, 256, which="backward")):
+        assert plan(FACTS, other, target, "sm90").late == 0
+        with pytest.raises(fg.VariantError, match="late needs"):
+            plan(FACTS, other, target, "sm90", {"late": 1})
+    for wrong in ({"stages": 1}, {"stages": 3}, {"late": 2}, {"late": -1}):
+        with pytest.raises(fg.VariantError, match="late needs|together|memory"):
+            plan(FACTS, long, target, "sm90", {"late": 1, **wrong})
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_hopper_backward_sums_dq_for_a_few_heads_at_a_time(deterministic):
     """At most 64 MiB beside the gradients where dq has 64 itself; heads enough for a block per SM; every head's memory counted where there are few."""

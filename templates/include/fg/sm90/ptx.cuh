@@ -63,7 +63,7 @@ template <int SLOTS> struct Ring {
   }
 };
 
-// ---- named barriers (9.7.13.1) among `threads` threads; id 0 is __syncthreads
+// ---- named barriers (9.7.13.1) among `threads` threads; id 0 is __syncthreads too
 
 FG_FN void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 FG_FN void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
