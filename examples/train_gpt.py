@@ -220,7 +220,7 @@ def plot(runs: dict[str, dict], title: str, path: Path) -> bool:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for (name, run), style in zip(runs.items(), ("-", "--", "-.", ":", (0, (1, 5)))):
-        axes.plot(run["losses"], style, label=f"{name}: {run['final']:.4f}")
+        axes.plot(run["losses"], linestyle=style, label=f"{name}: {run['final']:.4f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.legend(title="mean of the last tenth")
     figure.tight_layout()

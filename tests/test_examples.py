@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,13 @@ def test_training_with_flashgen_follows_sdpa(variant, tmp_path):
 def test_one_attention_alone_can_be_trained(tmp_path):
     run_example("train_gpt.py", "--attention", "flashgen", "--steps", "1", "--batch", "1", "--length", "16", "--device", "cpu", "--out", str(tmp_path))
     assert list(json.loads((tmp_path / "losses.json").read_text())["runs"]) == ["flashgen"]
+
+
+def test_all_attentions_have_a_curve(tmp_path):
+    pytest.importorskip("matplotlib")
+    example = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"), run_name="example")
+    runs = {name: {"losses": [2.0, 1.0], "final": 1.0} for name in example["ATTENTIONS"]}
+    assert example["plot"](runs, "all", tmp_path / "losses.png") and (tmp_path / "losses.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
