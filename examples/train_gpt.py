@@ -260,9 +260,10 @@ def main(arguments: list[str] | None = None) -> int:
     text = library_text(4_000_000 if options.preset == "small" else 40_000_000)
     size = f"{options.steps} steps of {options.batch} x {options.length} bytes"
     print(f"{len(text) / 1e6:.1f} MB of Python source; {size} on {options.device}, {options.variant}")
-    runs = {name: train(name, options, preset, text) for name in SETS.get(options.attention, (options.attention,))}
-    for name, run in runs.items():
-        print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s")
+    runs = {}
+    for name in SETS.get(options.attention, (options.attention,)):
+        runs[name] = run = train(name, options, preset, text)
+        print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"runs": runs, "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}}
     if {"flashgen", "sdpa"} <= runs.keys():
