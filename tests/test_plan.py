@@ -97,7 +97,7 @@ def test_dq_a_step_later_is_for_long_dense_problems_and_two_stages():
         with pytest.raises(fg.VariantError, match="late needs"):
             plan(FACTS, other, target, "sm90", {"late": 1})
     for wrong in ({"stages": 1}, {"stages": 3}, {"late": 2}, {"late": -1}):
-        with pytest.raises(fg.VariantError, match=r"late needs|together|memory"):
+        with pytest.raises(fg.VariantError, match="late needs"):
             plan(FACTS, long, target, "sm90", {"late": 1, **wrong})
 
 
