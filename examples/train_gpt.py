@@ -3,6 +3,8 @@
     python examples/train_gpt.py                            a small model, one to two minutes on two cores
     python examples/train_gpt.py --preset 124m              GPT-2's own shape, for a GPU (bfloat16 autocast); 1.3b likewise
     python examples/train_gpt.py --attention all            beside SDPA's choice, its cuDNN and FlashAttention-2 backends, and compiled FlexAttention
+    python examples/train_gpt.py --attention all --rounds 3 the same three times, each round beginning with another one: to compare speeds on a GPU, whose
+                                                            first run is the slowest, whichever it is; tokens/s are medians, losses those of the first round
     python examples/train_gpt.py --variant window-alibi     sliding window + ALiBi: SDPA has no kernel for it and is given the bias as a dense tensor
 
 The text is the source of Python's standard library, which every machine has. Writes losses.json and, with matplotlib, losses.png into --out.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import sysconfig
 import time
@@ -172,7 +175,8 @@ def train(name: str, options: argparse.Namespace, preset: Preset, text: Tensor) 
     """One run from the seed: the loss of each step, the mean of the last tenth, tokens per second of the later half."""
     torch.manual_seed(options.seed)
     attention = ATTENTIONS[name](options.variant)
-    model = GPT(preset, options.length, options.variant, attention).to(options.device)
+    with torch.device(options.device):
+        model = GPT(preset, options.length, options.variant, attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = max(1, options.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * s / options.steps))))
@@ -238,13 +242,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--out", type=Path, default=Path("train_gpt_out"))
     options = parser.parse_args(arguments)
     for name in ("steps", "batch", "length"):
         if getattr(options, name) is None:
             setattr(options, name, getattr(PRESETS[options.preset], name))
-        elif getattr(options, name) < 1:
+    for name in ("steps", "batch", "length", "rounds"):
+        if getattr(options, name) < 1:
             parser.error(f"--{name}: a positive integer is wanted")
     chosen = SETS.get(options.attention, (options.attention,))
     if options.device == "cpu" and not set(chosen) <= {"flashgen", "sdpa"}:
@@ -260,10 +266,20 @@ def main(arguments: list[str] | None = None) -> int:
     text = library_text(4_000_000 if options.preset == "small" else 40_000_000)
     size = f"{options.steps} steps of {options.batch} x {options.length} bytes"
     print(f"{len(text) / 1e6:.1f} MB of Python source; {size} on {options.device}, {options.variant}")
-    runs = {}
-    for name in SETS.get(options.attention, (options.attention,)):
-        runs[name] = run = train(name, options, preset, text)
-        print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s", flush=True)
+    names = SETS.get(options.attention, (options.attention,))
+    runs: dict[str, dict] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    for n in range(options.rounds):
+        first = n % len(names)
+        for name in names[first:] + names[:first]:
+            run = train(name, options, preset, text)
+            speeds[name].append(run["tokens_per_second"])
+            runs.setdefault(name, run)
+            print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s", flush=True)
+    for name, run in runs.items():
+        run["rounds"], run["tokens_per_second"] = speeds[name], statistics.median(speeds[name])
+    if options.rounds > 1:
+        print("medians of tokens/s: " + ", ".join(f"{name} {run['tokens_per_second']:.0f}" for name, run in runs.items()))
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"runs": runs, "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}}
     if {"flashgen", "sdpa"} <= runs.keys():

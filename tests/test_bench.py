@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_mask
 import flashgen
 from flashgen.bench import cases, peers, record
 from flashgen.bench.cases import Case
-from flashgen.bench.measure import measure
+from flashgen.bench.measure import _inputs, _steps, measure
 from flashgen.bounds import BLOCK
 from flashgen.turns import in_turn, run_for
 
@@ -18,9 +18,11 @@ SMALL = {"WINDOW": 24, "SINK": 5, "PREFIX": 40, "CHUNK": 32, "BLOCK": 16, "DOCUM
 def small(monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(cases, name, value)
-    cases._pairs.cache_clear()
+    for made in (cases._pairs, cases._make):
+        made.cache_clear()
     yield
-    cases._pairs.cache_clear()
+    for made in (cases._pairs, cases._make):
+        made.cache_clear()
 
 
 @pytest.mark.parametrize("name", cases.VARIANTS)
@@ -57,6 +59,19 @@ def test_a_score_is_timed_beside_the_same_mask_without_it():
         found = peers.peers(Case(1, 2, 2, 100, 16, "float32", name), "cpu")
         assert set(found) == {"flashgen", "plain"}
         assert found["plain"].variant.score is None and Case(1, 2, 2, 100, 16, "float32", name).plain.flops() == Case(1, 2, 2, 100, 16, "float32", name).flops()
+
+
+def test_a_learned_table_is_timed_with_its_gradient():
+    case = Case(1, 2, 2, 40, 16, "float64", "learned_table")
+    made, sets = case.made("cpu"), _inputs(case, "cpu", grad=True)
+    q, k, v, dout = sets[0]
+    found = _steps(flashgen.compile(made.variant), sets, "backward", made.learned)[0]()
+    i = torch.arange(40)
+    scores = made.score(q @ k.mT / 4, 0, torch.arange(2)[:, None, None], i[:, None], i).masked_fill(i > i[:, None], -torch.inf)
+    expected = torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v, *made.learned), dout)
+    assert len(found) == 4
+    torch.testing.assert_close(found, expected)
+    assert "learned_table" in {case.variant for case, what in record.presets()["gpu-variants"] if what == "backward"}
 
 
 def test_what_a_mask_prepares_is_in_its_row():

@@ -33,6 +33,7 @@ class _Made:
     variant: flashgen.Variant
     mask: Function | None
     score: Function | None = None
+    learned: tuple[torch.Tensor, ...] = ()  # captured tensors whose gradients a backward is to compute as well
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,13 @@ class Case:
     def made(self, device: str) -> _Made:
         if self.variant not in VARIANTS:
             raise flashgen.VariantError(f"variant={self.variant!r}: {', '.join(VARIANTS)}.")
-        return VARIANTS[self.variant](self, device)
+        return _make(self, device)
+
+
+@functools.lru_cache(2)
+def _make(case: Case, device: str) -> _Made:
+    """Once, so that all peers have the same captured tensors."""
+    return VARIANTS[case.variant](case, device)
 
 
 def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -98,12 +105,16 @@ def _polynomial(case: Case, device: str) -> _Made:
     return _Made(flashgen.Variant(head_dim=case.head_dim, mask=flashgen.causal, score=score), _causal, score)
 
 
-def _table(case: Case, device: str) -> _Made:
+def _table(case: Case, device: str, learned: bool = False) -> _Made:
     """A bias by distance, one for each."""
-    table = torch.randn(case.heads, 2 * case.length - 1, generator=torch.Generator().manual_seed(1)).to(device)
+    table = torch.randn(case.heads, 2 * case.length - 1, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_(learned)
     variant = flashgen.Variant(head_dim=case.head_dim, mask=flashgen.causal, score=flashgen.relative_bias(table))
     last = case.length - 1
-    return _Made(variant, _causal, lambda s, b, h, q, k: s + table[h, q - k + last])
+    return _Made(variant, _causal, lambda s, b, h, q, k: s + table[h, q - k + last], (table,) if learned else ())
+
+
+def _learned_table(case: Case, device: str) -> _Made:
+    return _table(case, device, learned=True)
 
 
 def _window(case: Case, device: str) -> _Made:
@@ -147,11 +158,12 @@ def _blocks(case: Case, device: str) -> _Made:
 
 
 VARIANTS: dict[str, Callable[[Case, str], _Made]] = {
-    "full": _full, "causal": _plain_causal, "softcap": _softcap, "alibi": _alibi, "polynomial": _polynomial, "table": _table, "window": _window,
+    "full": _full, "causal": _plain_causal, "softcap": _softcap, "alibi": _alibi, "polynomial": _polynomial, "table": _table,
+    "learned_table": _learned_table, "window": _window,
     "sink_window": _sink_window, "prefix": _prefix, "chunked": _chunked, "dilated": _dilated, "document": _document, "blocks": _blocks,
 }  # fmt: skip
 
-SCORES = ("softcap", "alibi", "polynomial", "table")  # causal attention with a score function
+SCORES = ("softcap", "alibi", "polynomial", "table", "learned_table")  # causal attention with a score function
 
 
 @functools.lru_cache(64)

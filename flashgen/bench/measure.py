@@ -17,7 +17,7 @@ import flashgen
 from ..passes import forward_pass
 from ..turns import in_turn, run_for
 from .cases import Case
-from .peers import peers
+from .peers import PLAIN, peers
 
 ROTATE_BYTES = 128 << 20  # inputs in turn exceed the L2 of every GPU in the table
 TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one round
@@ -25,10 +25,13 @@ TARGET_SECONDS = {"cpu": 0.4, "cuda": 0.03}  # time spent on one peer in one rou
 SETTLING_SECONDS = {"cpu": 0.0, "cuda": 0.15}
 # Before all rounds: from rest, its clock first falls too far and then swings (an H200's: 1550 MHz for 0.4 s, 1830, 1650, and 1720 after two seconds).
 LOAD_SECONDS = {"cpu": 0.0, "cuda": 1.5}
+COLD_SECONDS = {"cpu": 0.0, "cuda": 4.0}  # the same for the first case of a process: one bound by L2 was 8 to 15% slower as the first than as the second
 FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # cost of a pass, by the usual convention
 TRAFFIC = {"forward": 1.0, "backward": 2.0, "both": 3.0}  # compulsory bytes, likewise: a backward reads q, k, v, out, dout and writes three gradients
 
 COPIES = 20  # of a preparation in the graph that is timed
+
+_loaded: set[str] = set()  # devices on which a case has been timed
 
 Step = Callable[[], Any]
 
@@ -43,18 +46,18 @@ def _inputs(case: Case, device: str, grad: bool) -> list[list[torch.Tensor]]:
     return [[make(q_shape), make(kv_shape), make(kv_shape), make(q_shape).detach()] for _ in range(copies)]
 
 
-def _steps(call: Callable[..., Any], sets: list[list[torch.Tensor]], what: str) -> list[Step]:
-    """One step per input set: the forward alone, the backward alone (its graph kept), or both."""
-    return [_step(call, what, *tensors) for tensors in sets]
+def _steps(call: Callable[..., Any], sets: list[list[torch.Tensor]], what: str, learned: Sequence[torch.Tensor] = ()) -> list[Step]:
+    """One step per input set: the forward alone, the backward alone (its graph kept), or both. learned: what else has a gradient."""
+    return [_step(call, what, (q, k, v), dout, learned) for q, k, v, dout in sets]
 
 
-def _step(call: Callable[..., Any], what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Step:
+def _step(call: Callable[..., Any], what: str, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor, learned: Sequence[torch.Tensor]) -> Step:
     if what == "forward":
-        return lambda: call(q, k, v)
+        return lambda: call(*inputs)
     if what == "both":
-        return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), dout)
-    out = call(q, k, v)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        return lambda: torch.autograd.grad(call(*inputs), (*inputs, *learned), dout)
+    out = call(*inputs)
+    return lambda: torch.autograd.grad(out, (*inputs, *learned), dout, retain_graph=True)
 
 
 def _time_ms(steps: list[Step], device: str, calls: int) -> float:
@@ -81,7 +84,9 @@ def _settle(steps: list[Step], device: str, calls: int) -> None:
 
 def _load(ready: Sequence[tuple[list[Step], int]], device: str) -> None:
     """Run all in turn until a chip that comes from rest has got used to the load."""
-    run_for(LOAD_SECONDS[device], lambda: [_time_ms(steps, device, calls) for steps, calls in ready])
+    seconds = LOAD_SECONDS if device in _loaded else COLD_SECONDS
+    run_for(seconds[device], lambda: [_time_ms(steps, device, calls) for steps, calls in ready])
+    _loaded.add(device)
 
 
 def _preparation(case: Case, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
@@ -111,7 +116,7 @@ def measure(case: Case, device: str, what: str = "forward", *, rounds: int = 3, 
     with torch.no_grad() if what == "forward" else torch.enable_grad():
         for name, call in peers(case, device, family, only).items():
             try:
-                steps = _steps(call, sets, what)
+                steps = _steps(call, sets, what, () if name == PLAIN else case.made(device).learned)
                 steps[0]()
                 once = _time_ms(steps, device, 2)
             except Exception as error:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import target as targets
-from .cases import SCORES, Case
+from .cases import Case
 from .measure import measure, speedup
 
 TOKENS = 16384  # of a GPU case, so that short sequences fill the machine too
@@ -42,8 +42,9 @@ def presets() -> dict[str, list[tuple[Case, str]]]:
         for variant in ("full", "causal")
     ]
     passes = ("forward", "backward")
-    scores = ("full", "causal", "softcap", "alibi", "polynomial", "table", "window")
-    variants = [(Case(2, 16, 16, 8192, 128, "bfloat16", variant), what) for what in passes for variant in scores]
+    scores: dict[str, tuple[str, ...]] = {"forward": ("full", "causal", "softcap", "alibi", "polynomial", "table", "window")}
+    scores["backward"] = (*scores["forward"], "learned_table")
+    variants = [(Case(2, 16, 16, 8192, 128, "bfloat16", variant), what) for what in passes for variant in scores[what]]
     masks = ("causal", "window", "document", "prefix", "chunked", "dilated", "sink_window", "blocks")
     sparse = [(Case(1, 16, 16, TOKENS, 128, "bfloat16", variant), what) for what in passes for variant in masks]
     shapes = [
@@ -57,7 +58,7 @@ def presets() -> dict[str, list[tuple[Case, str]]]:
     ]  # fmt: skip
     tuning = [  # 40 problems to tune
         *((n, dim, "bfloat16", variant, 1) for dim in (64, 128, 256) for n in (512, 2048, 8192) for variant in ("full", "causal")),
-        *((8192, 128, "bfloat16", variant, 1) for variant in (*SCORES, "window", "document", "sink_window", "chunked")),
+        *((8192, 128, "bfloat16", variant, 1) for variant in (*scores["forward"][2:], "document", "sink_window", "chunked")),
         *((4096, 64, "bfloat16", variant, 1) for variant in ("softcap", "alibi", "window", "document")),
         *((4096, dim, "bfloat16", variant, 1) for dim in (80, 96, 192) for variant in ("full", "causal")),
         (4096, 128, "float16", "causal", 1), (4096, 64, "float16", "full", 1), (8192, 128, "bfloat16", "causal", 4), (TOKENS, 128, "bfloat16", "causal", 1),
