@@ -94,6 +94,13 @@ class Printer:
     def _call(self, function: str, node: Node) -> tuple[str, int]:
         return f"fg::{function}({', '.join(self.expression(a) for a in node.args)})", _ATOM
 
+    def _of_distance(self, node: Node) -> int | None:
+        """The factor of a product of q - k + rest that is the same for a whole head."""
+        for a, x in (node.args, node.args[::-1]):
+            if self.form.nodes[x].op == "real_distance" and x not in self.local and not self.name(x) and self.form.depends[a] <= {"b", "h"}:
+                return a
+        return None
+
     def _print(self, node: Node) -> tuple[str, int]:
         match node.op:
             case "const":
@@ -112,6 +119,11 @@ class Printer:
             case "real_distance":  # q - k + rest, exact below 2^24
                 rest = f" + {self.expression(node.args[2], _PRODUCT)}" if len(node.args) > 2 else ""
                 return f"{C_TYPES[node.type]}(d{rest}) + {C_TYPES[node.type]}(step)", SUM
+            case "mul" if node not in self.exact and (factor := self._of_distance(node)) is not None:
+                distance = next(self.form.nodes[a] for a in node.args if a != factor)
+                rest = f" + {self.expression(distance.args[2], _PRODUCT)}" if len(distance.args) > 2 else ""
+                a, kind = self.expression(factor), C_TYPES[node.type]
+                return f"fg::fma({a}, {kind}(step), {self.expression(factor, _PRODUCT)} * {kind}(d{rest}))", _ATOM  # what steps share is one product
             case "neg":
                 return f"-{self.expression(node.args[0], _UNARY + 1)}", _UNARY
             case "not":

@@ -2,7 +2,7 @@
 
 Form -> Unscaled (a Form whose ``s`` is q . k, with a leaf ``scale``; a factor taken out). Example: ``cap * tanh(s / cap)`` becomes
 ``tanh(s * (scale * (1 / cap)))`` with the factor ``cap``, ``s + a * s * s`` becomes ``(a * scale * scale * s + scale) * s``,
-``real(abs(q + off - k))`` becomes ``abs(real((q - k) + off))``.
+``real(abs(q + off - k))`` becomes ``abs(real((q - k) + off))``, and ``real((q - k) + off)`` where the mask hides all but k <= q + off.
 The results differ from the user's order of operations by float32 rounding alone: for 16-bit inputs, not for float32. Products and sums of other numbers keep
 their order, and no two numbers are added that the user does not add.
 """
@@ -72,6 +72,7 @@ class _Rewriter:
         self.index: dict[tuple, int] = {}
         self.place: dict[int, int] = {}
         self.powers: dict[int, dict[int, Term] | None] = {}
+        self.positive = {self._linear(b, a) for a, b in self._ordered(form.mask)}  # differences that no pair has below 0 unless the mask hides it
 
     # ---- new nodes
 
@@ -169,6 +170,10 @@ class _Rewriter:
         if node.type == INT and node.op in ("add", "sub", "neg") and self.old.depends[i] >= INNER and (found := self._distance(i)) is not None:
             return found
         args = [self.emit(a) for a in node.args]
+        if node.type == INT and node.op == "abs" and self._linear(node.args[0]) in self.positive:
+            return args[0]
+        if node.type == INT and node.op == "abs" and self._linear(-1, node.args[0]) in self.positive:
+            return self.add("neg", INT, args[0])
         if node.op == "mul" and node.type == REAL:
             return self.product(*args)
         if node.op == "cast" and node.type in FLOATS:
@@ -186,11 +191,25 @@ class _Rewriter:
             return self.add("real_distance", kind, *difference.args, *rest)
         return self.add("cast", kind, i)
 
-    def _distance(self, i: int) -> int | None:
-        """(q - k) + rest for a sum of q, -k and the rest, or its negative: threads share differences among their rows and columns."""
+    def _ordered(self, i: int) -> list[tuple[int, int]]:
+        """Pairs of old nodes, the first one at most the second one wherever the mask i holds."""
+        node = self.old.nodes[i]
+        if i < 0 or (node.op != "and" and self.old.nodes[node.args[0] if node.args else i].type != INT):
+            return []
+        match node.op:
+            case "and":
+                return [pair for a in node.args for pair in self._ordered(a)]
+            case "le" | "lt":
+                return [(node.args[0], node.args[1])]
+            case "ge" | "gt":
+                return [(node.args[1], node.args[0])]
+        return []
+
+    def _sum(self, *signed: tuple[int, int]) -> tuple[dict[str, int], list[tuple[int, int]]]:
+        """Old nodes, each with its sign: how often q and k are in their sum, and the rest of it."""
         signs = {"q": 0, "k": 0}
         rest: list[tuple[int, int]] = []
-        todo = [(i, 1)]
+        todo = list(signed)
         while todo:
             j, sign = todo.pop()
             node = self.old.nodes[j]
@@ -201,6 +220,16 @@ class _Rewriter:
                 todo += [(a, s) for a, s in zip(node.args, (-sign if node.op == "neg" else sign, second))]
             else:
                 rest.append((j, sign))
+        return signs, rest
+
+    def _linear(self, i: int, less: int = -1) -> tuple[object, ...]:
+        """The old node i (-1: 0) less another one, in a form in which equal sums of equal nodes are equal."""
+        signs, rest = self._sum(*[(j, sign) for j, sign in ((i, 1), (less, -1)) if j >= 0])
+        return (*signs.values(), *sorted(rest))
+
+    def _distance(self, i: int) -> int | None:
+        """(q - k) + rest for a sum of q, -k and the rest, or its negative: threads share differences among their rows and columns."""
+        signs, rest = self._sum((i, 1))
         if sorted(signs.values()) != [-1, 1] or any({"q", "k"} & self.old.depends[j] for j, _ in rest):
             return None
         found = self.add("sub", INT, self.add("q", INT), self.add("k", INT))

@@ -364,13 +364,14 @@ template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
   if (nth == 0)
     for (int i = threadIdx.x; i < 2 * p.sum_sections; i += PREPARE_THREADS) p.progress[i] = 0;
   const int place = b * p.heads + h;
-  if (place >= SUM_SLOTS * p.sum_heads * GROUP) return;
+  if (place >= p.sum_heads * GROUP) return;
   float4* const zeroed = reinterpret_cast<float4*>(dq_sum_tile(p, place, tile));
 #pragma unroll
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += PREPARE_THREADS) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, blockIdx.x); }
+// The last tiles first, so that the sums of the first section, which come last, are still in L2.
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, gridDim.x - 1 - blockIdx.x); }
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
 constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
 __device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
@@ -379,7 +380,7 @@ __device__ __forceinline__ int tile_of(int described) { return described / 4 / G
 
 // backward_main: a block owns BLOCK_KV keys of one kv head and walks over the q tiles of all query heads of its group; dK and dV stay in registers.
 // Warpgroup 0 is the producer: its first warp chooses the tiles and loads them by TMA, its second one adds finished tiles of dQ to the sum,
-// its third one waits for sums of an earlier section, and clears them when the consumers have rounded them. Warpgroups 1 and 2 are the consumers: 64 keys each.
+// its third one waits for sums of an earlier section, and clears those of the next one when the consumers have rounded what lay there. Warpgroups 1 and 2 are the consumers: 64 keys each.
 // A tile's dQ is computed in the next step, and the second consumer warpgroup begins half a step after the first one: while one exponentiates, the other one multiplies.
 // Glossary:
 //   b, h, kv_head      batch item, query head, kv head
@@ -459,8 +460,9 @@ __device__ __forceinline__ void round_dq(const Params& p, float* from, int b, in
 
 // Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
 // rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
-// complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
-// (`progress[sum_sections + section]` counts blocks).
+// complete once all its blocks over keys have added (`progress[section]` counts them).
+// backward_prepare clears the first section's sums; each section's blocks clear those of the next one, if others lay there once these are rounded
+// (`progress[sum_sections + section]` counts the blocks of a section that have).
 constexpr int LAG = SUM_SLOTS - 1;
 __device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
@@ -584,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
       }
     } else if (warp == 1) {
       constexpr int PART = BLOCK_Q * DIM_QK / 2;  // elements of a warpgroup's part
-      if (lane == 0 && section >= SUM_SLOTS) fg::wait_turn(p.progress + p.sum_sections + section - SUM_SLOTS, p.kv_tiles * heads_of(p, section - 1));
+      if (lane == 0 && section > 0) fg::wait_turn(p.progress + p.sum_sections + section - 1, p.kv_tiles * heads_of(p, section - 1));
       __syncwarp();
       fg::group_arrive(DQ_FREE, 160);
       fg::group_arrive(DQ_FREE + 1, 160);
@@ -617,20 +619,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __g
         fg::end_turn(p.progress + section);
       }
     } else if (warp == 2) {
+      const int before = section < LAG ? section + 1 : section - LAG;  // its sums lie where those of the next section will
       if (section >= LAG) {
-        const int before = section - LAG;
         if (lane == 0) fg::wait_turn(p.progress + before, p.kv_tiles * heads_of(p, before));
         __syncwarp();
         fg::group_arrive(TURN_BARRIER, 288);
         fg::group_sync(ROUNDED_BARRIER, 288);
-        if (before + SUM_SLOTS < p.sum_sections) {
-          const int share = share_of(p, before, here);
-          clear_parts(p, before, index * share, min((index + 1) * share, parts_of(p, before)));
-        }
-        __syncwarp();
-        if (lane == 0) fg::end_turn(p.progress + p.sum_sections + before);
-        __syncwarp();
       }
+      if (section + 1 < p.sum_sections) {
+        const int share = share_of(p, before, here);
+        clear_parts(p, before, index * share, min((index + 1) * share, parts_of(p, before)));
+      }
+      __syncwarp();
+      if (lane == 0) fg::end_turn(p.progress + p.sum_sections + section);
+      __syncwarp();
     }
     return;
   }

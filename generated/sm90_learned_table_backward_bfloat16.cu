@@ -313,7 +313,8 @@ template <int COUNT> FG_FN void prepare(const Params& p, unsigned nth) {
   for (int i = 0; i < BLOCK_Q * DIM_QK / 4; i += PREPARE_THREADS) zeroed[i + threadIdx.x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, blockIdx.x); }
+// The last tiles first, so that the sums of the first section, which come last, are still in L2.
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) backward_prepare(const __grid_constant__ Params p) { prepare<PREPARE_THREADS>(p, gridDim.x - 1 - blockIdx.x); }
 // A q tile of the walk over those of all query heads of a group, in one word: is something in it hidden, is it the last one, query head and tile. Negative: there is none.
 constexpr int PARTIAL_TILE = 1, LAST_TILE = 2;
 __device__ __forceinline__ int describe(int head, int tile) { return (tile * GROUP + head) * 4; }
@@ -391,8 +392,9 @@ __device__ __forceinline__ void round_dq(const Params& p, float* from, int b, in
 
 // Blocks in the order in which they start: over the keys of one section after the other, and at the end those that round dQ of the last LAG sections; dQ of the others is
 // rounded by the blocks over the keys LAG sections later, while these wait for their own keys. Nobody waits for a block that starts later: a section's sums are
-// complete once all its blocks over keys have added (`progress[section]` counts them), and their memory is free, and zero, once all of it has been rounded
-// (`progress[sum_sections + section]` counts warpgroups).
+// complete once all its blocks over keys have added (`progress[section]` counts them).
+// backward_prepare clears the sums of the first SUM_SLOTS sections; those of a later one are free, and zero, once what lay there has been rounded
+// (`progress[sum_sections + section]` counts the warpgroups that have rounded a section's).
 constexpr int LAG = SUM_SLOTS - 1;
 __device__ __forceinline__ int heads_of(const Params& p, int section) { return min(p.sum_heads, p.batch * p.kv_heads - section * p.sum_heads); }
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
