@@ -68,6 +68,8 @@ EVERY_SECOND = LONG_TABLE[0, ::2]
 BIAS = torch.randn(300)
 DOCUMENTS = torch.arange(300, dtype=torch.int32) // 70
 MANY = torch.arange(2600, dtype=torch.int32) // 350 % 3  # documents that come back
+LATER = flashgen.mask(lambda b, h, q, k: k >= q)
+CUBIC = flashgen.score(lambda s, b, h, q, k: s + 0.2 * s * s - 0.01 * s * s * s)
 FIRST_KEYS = flashgen.mask(lambda b, h, q, k: k < 4)
 FEW_BLOCKS = torch.rand(2, 5, 55, generator=torch.Generator().manual_seed(2)) < 0.1  # of 48: no tile is made of whole ones
 FEW_BLOCKS[0, 1:3] = False  # rows that see nothing
@@ -121,6 +123,16 @@ CASES = (
     Case("table of clamped distances, some of them", flashgen.Variant(score=SOME_CLAMPED), heads=(2, 2), lengths=(130, 200)),
     Case("bias by key", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k])),
     Case("bias by key and distance", flashgen.Variant(score=lambda s, b, h, q, k: s + BIAS[k] - 0.1 * torch.abs(q - k))),
+    Case("ALiBi, causal", flashgen.Variant(mask=flashgen.causal, score=flashgen.alibi()), (128, 128), (2, 2), lengths=(201, 300)),
+    Case("ALiBi of later keys", flashgen.Variant(mask=LATER, score=flashgen.alibi()), heads=(2, 2), lengths=(201, 201)),
+    Case("cubic, causal, growing", flashgen.Variant(mask=flashgen.causal, score=CUBIC, scale=2.0), (128, 128), lengths=(300, 300)),
+    Case("cubic, masked NaN", flashgen.Variant(mask=flashgen.causal, score=CUBIC), lengths=(201, 201), nan=True),
+    Case("cubic, sink and window", flashgen.Variant(mask=flashgen.causal & SINK_AND_WINDOW, score=CUBIC), (16, 16), lengths=(500, 3000)),
+    Case(
+        "cubic, few blocks, float16", flashgen.Variant(mask=flashgen.block_sparse(FEW_BLOCKS, 48), score=CUBIC), (16, 16), (2, 1), lengths=(240, 2600),
+        dtype=torch.float16,
+    ),
+    Case("cubic, largest scores", flashgen.Variant(mask=flashgen.causal, score=CUBIC), lengths=(201, 201), max_scores=True),
     Case("quadratic", flashgen.Variant(score=lambda s, b, h, q, k: s + 0.1 * s * s)),
     Case("negative scale", flashgen.Variant(mask=flashgen.causal, scale=-0.1), max_scores=True),
     Case("masked NaN, stored by TMA", CAUSAL, nan=True, lengths=(201, 201)),
