@@ -486,20 +486,23 @@ __device__ __forceinline__ int heads_of(const Params& p, int section) { return m
 __device__ __forceinline__ int parts_of(const Params& p, int section) { return heads_of(p, section) * GROUP * p.q_tiles * (BLOCK_Q / 64); }  // of 64 rows
 // How many parts of a section each block over the keys of a later one rounds, where these have that many heads.
 __device__ __forceinline__ int share_of(const Params& p, int section, int heads) { return (parts_of(p, section) + heads * p.kv_tiles - 1) / (heads * p.kv_tiles); }
+// Where the sums of a section's nth part lie.
+__device__ __forceinline__ float* part_sums(const Params& p, int section, int nth) {
+  return dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP, 0) + (long long)nth * (64 * DIM_QK);
+}
+
 // Zeros where sums lay, parts begin to end - 1, by one warp.
 __device__ __forceinline__ void clear_parts(const Params& p, int section, int begin, int end) {
-  constexpr int EACH = 64 * DIM_QK / 4;
-  float4* const sums = reinterpret_cast<float4*>(dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP, 0)) + (long long)begin * EACH;
+  float4* const sums = reinterpret_cast<float4*>(part_sums(p, section, begin));
 #pragma unroll 4
-  for (int i = threadIdx.x % 32; i < (end - begin) * EACH; i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int i = threadIdx.x % 32; i < (end - begin) * (64 * DIM_QK / 4); i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 // dQ of a part of a section.
 __device__ __forceinline__ void round_part(const Params& p, int section, int nth, bool again) {
   const int rows = nth % (BLOCK_Q / 64), index = nth / (BLOCK_Q / 64), place = index / p.q_tiles, tile = index - place * p.q_tiles;
   const int head = section * p.sum_heads * GROUP + place, b = head / p.heads, h = head - b * p.heads;
-  float* const sum = dq_sum_tile(p, section % SUM_SLOTS * p.sum_heads * GROUP + place, tile) + rows * (64 * DIM_QK);
-  round_dq(p, sum, b, h, 0, p.q_len, tile * BLOCK_Q + rows * 64, again);
+  round_dq(p, part_sums(p, section, nth), b, h, 0, p.q_len, tile * BLOCK_Q + rows * 64, again);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_main(const __grid_constant__ Params p) {
