@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen
+from flashgen.turns import in_turn
 
 WINDOW = 128  # keys that a row of the window-alibi variant sees, itself included
 
@@ -86,6 +87,7 @@ class FlexAttention:
     def __init__(self, variant: str) -> None:
         from torch.nn.attention import flex_attention
 
+        torch._dynamo.reset()  # in a later round it would be compiled once more, until a limit
         self.causal, self.make_mask, self.attend = variant == "causal", flex_attention.create_block_mask, torch.compile(flex_attention.flex_attention)
         self.mask = self.score = None
 
@@ -269,13 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
     names = SETS.get(options.attention, (options.attention,))
     runs: dict[str, dict] = {}
     speeds: dict[str, list[float]] = {name: [] for name in names}
-    for n in range(options.rounds):
-        first = n % len(names)
-        for name in names[first:] + names[:first]:
-            run = train(name, options, preset, text)
-            speeds[name].append(run["tokens_per_second"])
-            runs.setdefault(name, run)
-            print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s", flush=True)
+    for name in in_turn(names, options.rounds):
+        run = train(name, options, preset, text)
+        speeds[name].append(run["tokens_per_second"])
+        runs.setdefault(name, run)
+        print(f"{name:9} {run['parameters'] / 1e6:.1f} M parameters, final loss {run['final']:.4f}, {run['tokens_per_second']:.0f} tokens/s", flush=True)
     for name, run in runs.items():
         run["rounds"], run["tokens_per_second"] = speeds[name], statistics.median(speeds[name])
     if options.rounds > 1:

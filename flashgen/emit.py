@@ -76,11 +76,10 @@ def emit(spec: Spec) -> Source:
     family = families.get(plan.family)
     layout = abi.params(spec.form, problem, tuple(family.params(problem, plan)), family.grad_type(problem))
     raw = family.raw_scores(problem, plan)
-    bounded = problem.bounded and problem.dtype == "bfloat16" and not problem.max_scores
-    made = hooks.make(spec.form, problem, raw=raw, gaps=raw and family.gaps, relative=not (bounded or problem.max_scores))
+    made = hooks.make(spec.form, problem, raw=raw, gaps=raw and family.gaps)
     context = {
         "problem": problem, "plan": plan, "target": spec.target, "params": layout.fields, "hooks": made, "real": problem.real,
-        "raw_scores": raw, "bounded": bounded, "relative": made.relative,
+        "raw_scores": raw, "bounded": problem.bounded and problem.dtype == "bfloat16" and not problem.max_scores,
         "storage": abi.storage_type(problem), "headers": family.headers, "has_score": spec.form.score >= 0, "has_mask": spec.form.mask >= 0,
         "capture_grads": problem.capture_grads if made.capture_grads else (), "varlen": problem.layout == "varlen", "seqlens_k": problem.seqlens_k,
         **{name: getattr(problem, name) for name in ("sink", "lse", "max_scores", "out_low", "dlse", "dq", "dk", "dv", "deterministic", "dropout")},

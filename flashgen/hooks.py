@@ -25,7 +25,7 @@ Tables = Mapping[int, int]  # of captured tensors, see bounds.tables
 _BOUNDS = {"le": ("end", "int_min", " + 1"), "lt": ("end", "int_min", ""), "ge": ("begin", "int_max", ""), "gt": ("begin", "int_max", " + 1")}
 _SWAPPED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
 _LEAVES = {"b": "u.b", "h": "u.h", "q": "q", "k": "k", "s": "s", "q_len": "u.lens.q_len", "kv_len": "u.lens.kv_len", "heads": "p.heads",
-           "scale": "p.scale", "reference": "reference"}  # fmt: skip
+           "scale": "p.scale"}  # fmt: skip
 
 
 @dataclass
@@ -78,7 +78,6 @@ class Hooks:
     score_near: list[str]  # with raw scores: score() for small scores, where a tanh has a short polynomial
     near: list[str]  # what small means: the largest |s| that score_near() is for
     score_cols: list[str]  # the fields of Col that score() reads
-    relative: bool  # with raw scores: score() is an exponent of two plus a reference that it is given
 
     @property
     def one_a_column(self) -> bool:
@@ -93,11 +92,10 @@ def _stage(depends: frozenset[str]) -> str | None:
     return "row" if "q" in depends else "col" if "k" in depends else "uniform"
 
 
-def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False, relative: bool = False) -> Hooks:
-    """All hook functions of one pass. ``raw``: a forward whose score function is given q . k unscaled, see ``rewrite``; ``gaps``: and a Gap; ``relative``:
-    and may be an exponent relative to a reference."""
+def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False) -> Hooks:
+    """All hook functions of one pass. ``raw``: a forward whose score function is given q . k unscaled, see ``rewrite``; ``gaps``: and a Gap."""
     form = multiply_by_reciprocals(form) if problem.real == "float" else form
-    form, gain, relative = unscaled(form, positive_gain=problem.positive_gain, relative=relative) if raw else (form, -1, False)
+    form, gain = unscaled(form, positive_gain=problem.positive_gain) if raw else (form, -1)
     graph = derivative.Graph(form)
     backward = problem.which == "backward"
     slope = derivative.score_slope(graph) if backward and form.score >= 0 else -1
@@ -137,7 +135,7 @@ def make(form: Form, problem: Problem, *, raw: bool = False, gaps: bool = False,
         any(form.nodes[i].op == "load" and _stage(form.depends[i]) is None for i in form.reachable(form.mask)),
         stages.behind("row", form.mask), stages.behind("col", form.mask),
         *_visible(form, stages), stages.function([gain], lambda p: [f"return {p.expression(gain)};"]) if gain >= 0 else [],
-        *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score), relative,
+        *(_near(form, stages) if raw and form.score >= 0 else ([], [])), stages.read("col", form.score),
     )  # fmt: skip
 
 

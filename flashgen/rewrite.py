@@ -2,7 +2,6 @@
 
 Form -> Unscaled (a Form whose ``s`` is q . k, with a leaf ``scale``; a factor taken out). Example: ``cap * tanh(s / cap)`` becomes
 ``tanh(s * (scale * (1 / cap)))`` with the factor ``cap``, ``s + a * s * s`` becomes ``(a * scale * scale * s + scale) * s``,
-``relative`` to a reference, ``s + a * s * s`` is ``((a * scale * scale * log2e) * s + scale * log2e) * s + reference``, an exponent of two.
 ``real(abs(q + off - k))`` becomes ``abs(real((q - k) + off))``, and ``real((q - k) + off)`` where the mask hides all but k <= q + off.
 The results differ from the user's order of operations by float32 rounding alone: for 16-bit inputs, not for float32. Products and sums of other numbers keep
 their order, and no two numbers are added that the user does not add.
@@ -10,7 +9,6 @@ their order, and no two numbers are added that the user does not add.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from .form import Form, Node
@@ -57,7 +55,6 @@ def multiply_by_reciprocals(form: Form) -> Form:
 class Unscaled(NamedTuple):
     form: Form
     gain: int  # the node that the score is multiplied by afterwards, the same for a whole head; -1 for none
-    relative: bool = False  # the score is the exponent of two of a weight, plus a leaf ``reference``
 
 
 class Term(NamedTuple):
@@ -150,15 +147,6 @@ class _Rewriter:
         for power in range(top - 1, -1, -1):
             found = self.add("fma", REAL, found, s, self.coefficient(power, terms[power])) if power in terms else self.product(s, found)
         return found
-
-    def exponent(self, terms: dict[int, Term]) -> int:
-        """log2(e) times the sum of terms, plus a reference: one operation for each power above 0, the last of which adds it."""
-        s, log2e = self.add("s", REAL), self.add("const", REAL, data=math.log2(math.e))
-        found = -1
-        for power in range(max(terms), 0, -1):
-            coefficient = self.add("mul", REAL, log2e, self.coefficient(power, terms[power])) if power in terms else -1
-            found = coefficient if found < 0 else self.add("fma", REAL, found, s, coefficient) if coefficient >= 0 else self.product(s, found)
-        return self.add("fma", REAL, found, s, self.add("reference", REAL))
 
     # ---- old nodes
 
@@ -254,20 +242,14 @@ class _Rewriter:
         return found if signs["q"] > 0 else self.add("neg", INT, found)
 
 
-def unscaled(form: Form, *, positive_gain: bool, relative: bool = False) -> Unscaled:
-    """``form`` over the leaves s = q . k and scale. With ``positive_gain`` a factor of the score that is the same for a whole head is taken out.
-
-    With ``relative`` a polynomial of s without a constant term, whose coefficients are the same for a whole head, becomes an exponent of two plus a reference.
-    """
+def unscaled(form: Form, *, positive_gain: bool) -> Unscaled:
+    """``form`` over the leaves s = q . k and scale. With ``positive_gain`` a factor of the score that is the same for a whole head is taken out."""
     if form.score < 0:
         return Unscaled(form, -1)
     made = _Rewriter(form)
     for i in sorted(form.reachable(form.score)):  # in order: no call nests deep
-        terms = made.terms(i)
+        made.terms(i)
         score = made.emit(i)
-    if relative and terms and min(terms) > 0 and max(terms) > 1 and all(form.depends[i] <= HEAD for term in terms.values() for i in term.factors):
-        exponent, mask = made.exponent(terms), made.copy(form.mask)
-        return Unscaled(Form(tuple(made.nodes), exponent, mask, form.captures, form.floats, form.ints, form.sink), -1, True)
     node, gain = made.nodes[score], -1
     if positive_gain and node.op == "mul" and any(made.uniform(a) for a in node.args):
         score, gain = node.args if made.uniform(node.args[1]) else node.args[::-1]

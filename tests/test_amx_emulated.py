@@ -1,13 +1,7 @@
 """Does the AMX forward compute attention where tile registers are arrays in memory?
 
-<<<<<<< HEAD
-The emitted kernel for a processor with AMX is built with ``FG_AMX_EMULATE`` and run on small problems of several tiles: the pipeline of scores, exponentials
-and products, references that rise inside a tile, tails, masked NaN and both evaluations of a soft-cap are the kernel's own. Vectors are
-real: AVX-512 is needed.
-=======
 The emitted kernel for a processor with AMX is built with ``FG_AMX_EMULATE`` and run on small problems of several tiles: the order of scores, exponentials and
 products, references that rise inside a tile, tails, masked NaN and both evaluations of a soft-cap are the kernel's own. Vectors are real: AVX-512 is needed.
->>>>>>> d3afa12 (AMX forward: a kept kernel of a soft-cap, the interface of score_near, a bound for the short tanh)
 """
 
 from __future__ import annotations

@@ -85,37 +85,6 @@ def test_the_function_stays(name):
         assert not masked[0] or found == wanted or abs(found - wanted) < 1e-9 * max(1.0, abs(wanted))
 
 
-EXPONENTS = {"quadratic": ["fma", "fma"], "product with a sum": ["fma", "fma", "fma"], "by head, cubic": ["fma", "fma", "mul"]}
-MORE = {
-    "by head, cubic": lambda s, b, h, q, k: s * s * s * STRENGTH[h] - 0.25 * s,
-    "square": lambda s, b, h, q, k: 0.5 * s * s,
-    "by distance": lambda s, b, h, q, k: s + 0.01 * (q - k) * s * s,
-    "a line": lambda s, b, h, q, k: s * STRENGTH[h],
-}
-
-
-@pytest.mark.parametrize("name", [*SCORES, *MORE])
-def test_a_polynomial_of_a_heads_own_numbers_becomes_an_exponent(name):
-    traced = fg.Variant(mask=fg.causal, score={**SCORES, **MORE}[name]).trace({})
-    made = unscaled(traced.form, positive_gain=False, relative=True)
-    assert made.relative == (name in (*EXPONENTS, "square"))
-    if not made.relative:
-        assert made == unscaled(traced.form, positive_gain=False)
-        return
-    captures = [c.tensor for c in traced.captures]
-    rng = random.Random(0)
-    for _ in range(50):
-        point = {"b": 0, "h": rng.randrange(2), "q": rng.randrange(40), "k": rng.randrange(50), "q_len": 40, "kv_len": 50, "heads": 2}
-        dot, reference = rng.uniform(-60.0, 60.0), rng.uniform(-20.0, 20.0)
-        wanted = value(traced.form, traced.form.score, {**point, "s": dot * SCALE}, traced.floats, traced.ints, captures) * math.log2(math.e) + reference
-        given = {**point, "s": dot, "scale": SCALE, "reference": reference}
-        found = value(made.form, made.form.score, given, traced.floats, traced.ints, captures)
-        assert abs(found - wanted) < 1e-9 * max(1.0, abs(wanted))
-    if name in EXPONENTS:
-        inner = [i for i in made.form.reachable(made.form.score) if "s" in made.form.depends[i]]
-        assert sorted(made.form.nodes[i].op for i in inner if made.form.nodes[i].args) == EXPONENTS[name]
-
-
 def operations(name: str) -> list[str]:
     """Those of a pair, in the rewritten score."""
     form = rewritten(name)[2].form

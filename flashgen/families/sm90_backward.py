@@ -328,8 +328,8 @@ def _packed_tiles(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def workspaces(problem: Problem, plan: Plan, sizes: Sizes) -> list[Workspace]:
-    """Lse and delta of every row, and a float32 copy of dQ (without packing of some heads), in whole tiles. backward_prepare writes and clears them, but not
-    the dQ of packed sequences that one block alone has.
+    """Lse and delta of every row, and a float32 copy of dQ (without packing of some heads), in whole tiles. backward_prepare writes the former and clears
+    sums, but not those of later sections, which backward_main does, nor the dQ of packed sequences that one block alone has.
     """
     packed, count = problem.layout == "varlen", numbers(problem, plan, sizes)
     tiles = sizes.total_q // plan.block_q + sizes.batch if packed else sizes.batch * count["q_tiles"]  # a sequence may leave one partly empty

@@ -46,42 +46,6 @@ template <class Threshold> struct OnlineSoftmax {
   }
 };
 
-// The same for scores that are exponents of two, less their row's offset.
-struct RelativeSoftmax {
-  float offset[2], sum[2], factor[2];
-  int threshold[2];  // ALWAYS as long as no key is seen
-
-  __device__ __forceinline__ RelativeSoftmax() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      offset[r] = sum[r] = 0.0f;
-      threshold[r] = ALWAYS;
-    }
-  }
-
-  // Moves the offsets of rows whose largest score is beyond LAG, and these rows' scores with them.
-  template <int N> __device__ __forceinline__ void move(float (&s)[N]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most = -infinity<float>();
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
-      most = quad_max(most);
-      const bool fresh = threshold[r] == ALWAYS;
-      const float by = most == -infinity<float>() || !(fresh || most > LAG) ? 0.0f : most;
-      factor[r] = fresh ? 0.0f : approximate_exp2(-by);
-      sum[r] *= factor[r];
-      offset[r] += by;
-      if (most != -infinity<float>()) set_threshold(threshold[r], LAG);
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) {
-        s[i] -= by;
-        s[i + 1] -= by;
-      }
-    }
-  }
-};
-
 // Whether some score of the warp reaches its row's threshold.
 template <int N> FG_FN bool reach(const float (&s)[N], const int (&threshold)[2]) {
   int top[2] = {max(__float_as_int(s[0]), __float_as_int(s[1])), max(__float_as_int(s[2]), __float_as_int(s[3]))};
@@ -110,15 +74,6 @@ template <int N> FG_FN void exponentiate(float (&s)[N], float multiplier, const 
     s[i] = approximate_exp2(fmaf(s[i], multiplier, -offset[r]));
     s[i + 1] = approximate_exp2(fmaf(s[i + 1], multiplier, -offset[r]));
     sum[r] += s[i] + s[i + 1];
-  }
-  keep(sum);
-}
-template <int N> FG_FN void exponentiate(float (&s)[N], float (&sum)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 2) {
-    s[i] = approximate_exp2(s[i]);
-    s[i + 1] = approximate_exp2(s[i + 1]);
-    sum[i / 2 % 2] += s[i] + s[i + 1];
   }
   keep(sum);
 }
