@@ -82,7 +82,8 @@ def test_the_function_stays(name):
         found *= value(made.form, made.gain, given, traced.floats, traced.ints, captures) if made.gain >= 0 else 1.0
         masked = [value(f, f.mask, given, traced.floats, traced.ints, captures) for f in (traced.form, made.form)]
         assert masked[0] == masked[1]
-        assert not masked[0] or found == wanted or abs(found - wanted) < 1e-9 * max(1.0, abs(wanted))
+        counts = masked[0] or name != "ALiBi"  # whose distance has the sign of those that the mask shows
+        assert not counts or found == wanted or abs(found - wanted) < 1e-9 * max(1.0, abs(wanted))
 
 
 def operations(name: str) -> list[str]:
